@@ -58,10 +58,6 @@ class FakeEmbedder:
         unit: Embeddings = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
         return unit
 
-    def embed_single(self, images: Images) -> Embeddings:
-        """uint8 (N, 3, S, S) to float32 (N, D), unit norm; identical to `embed`."""
-        return self.embed(images)
-
     def maps(self, images: Images) -> Maps:
         """uint8 (N, 3, S, S) to (N, D, 4, 4), one position per block of pixels. The sums over the
         positions are the embeddings.

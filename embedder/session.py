@@ -9,7 +9,6 @@ import itertools
 import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import Protocol
@@ -20,7 +19,14 @@ from numpy.typing import NDArray
 from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.calibration import Calibration
 from kinlens.embedder.engines.measured import Measured, read_measured, write_measured
-from kinlens.embedder.engines.models import PROVIDERS, Model, SessionSettings, absence, load
+from kinlens.embedder.engines.models import (
+    PROVIDERS,
+    LateModel,
+    Model,
+    SessionSettings,
+    absence,
+    load,
+)
 from kinlens.embedder.errors import (
     BundleError,
     BundleMismatchError,
@@ -101,8 +107,8 @@ class Vectors(Protocol):
     def precision(self) -> str: ...
 
 
-def check_precision(gallery: Vectors, embedder: "Embedder") -> None:
-    """Check that the precisions of a gallery and an embedder may be mixed.
+def check_precision(gallery: Vectors, embedder: "ModelFacts") -> None:
+    """Check that the precisions of a gallery and a model may be mixed.
 
     Raises: BundleMismatchError if the export did not compare them.
     """
@@ -117,8 +123,8 @@ def check_precision(gallery: Vectors, embedder: "Embedder") -> None:
         )
 
 
-class Embedder(Protocol):
-    """Converts image bytes to unit vectors. Thread-safe."""
+class ModelFacts(Protocol):
+    """A model that runs, in this process or in others."""
 
     bundle_id: str
     dim: int
@@ -131,15 +137,6 @@ class Embedder(Protocol):
     no_calibration: str | None
     has_map: bool
 
-    def preprocess(self, data: bytes, box: Box | None = None) -> NDArray[np.uint8]:
-        """Encoded image, or its part in `box`, to uint8 (3, S, S). Raises: ImageError."""
-
-    def embed(self, images: Images) -> Embeddings:
-        """uint8 (N, 3, S, S) to float32 (N, D), unit norm; N >= 1."""
-
-    def embed_single(self, images: Images) -> Embeddings:
-        """As `embed`, but with more threads: lower latency if no other call runs."""
-
     def maps(self, images: Images) -> Maps:
         """uint8 (N, 3, S, S) to (N, D, h, w), which sum to the embeddings in fp32.
 
@@ -148,6 +145,16 @@ class Embedder(Protocol):
 
     def known_images(self) -> list[bytes]:
         """Encoded images with known vectors; never empty."""
+
+
+class Embedder(ModelFacts, Protocol):
+    """Converts image bytes to unit vectors. Thread-safe."""
+
+    def preprocess(self, data: bytes, box: Box | None = None) -> NDArray[np.uint8]:
+        """Encoded image, or its part in `box`, to uint8 (3, S, S). Raises: ImageError."""
+
+    def embed(self, images: Images) -> Embeddings:
+        """uint8 (N, 3, S, S) to float32 (N, D), unit norm; N >= 1."""
 
 
 def read_pixels(path: Path | str, embedder: Embedder) -> tuple[bytes, NDArray[np.uint8]]:
@@ -163,8 +170,8 @@ def read_pixels(path: Path | str, embedder: Embedder) -> tuple[bytes, NDArray[np
         raise type(error)(f"The image {name} cannot be used: {error}") from error
 
 
-class OnnxEmbedder:
-    """A bundle on an engine; `open` checks it against its golden vectors.
+class BundleFacts:
+    """What is known of a bundle that runs, perhaps in other processes.
 
     Attributes:
         mode: the engine and precision that run.
@@ -174,7 +181,12 @@ class OnnxEmbedder:
     """
 
     def __init__(
-        self, bundle: Bundle, model: Model, limits: ImageLimits, mode: Mode = FP32
+        self,
+        bundle: Bundle,
+        provider: str,
+        limits: ImageLimits,
+        mode: Mode = FP32,
+        precision_reason: str = "asked for",
     ) -> None:
         manifest = bundle.manifest
         self.bundle = bundle
@@ -185,106 +197,11 @@ class OnnxEmbedder:
         self.calibration = manifest.calibration
         self.no_calibration = manifest.no_calibration()
         self.mode = mode
-        self.precision_reason = "asked for"
-        self.provider = model.provider
+        self.precision_reason = precision_reason
+        self.provider = provider
         self.has_map = manifest.map is not None
-        self._model = self._single = model
         self._map: Model | None = None
         self._map_opening = threading.Lock()
-
-    @classmethod
-    def open(
-        cls,
-        bundle: Bundle | Path | str,
-        settings: SessionSettings | None = None,
-        limits: ImageLimits | None = None,
-        gains: Callable[[Mapping[Mode, Embed], Images], dict[Mode, float]] = speed_gains,
-    ) -> "OnnxEmbedder":
-        """Load the model, check the device, and compare with the golden vectors.
-
-        If `settings` allow several modes, `gains` measures their speed. The results are cached, so
-        the next start opens only the chosen mode.
-
-        Raises: BundleError (not found, corrupt, precision absent, golden mismatch, provider).
-        """
-        settings, limits = settings or SessionSettings(), limits or ImageLimits()
-        if not isinstance(bundle, Bundle):
-            bundle = Bundle.open(bundle)
-        embedder = _Choice(bundle, settings, limits, gains).open()
-        if 0 < settings.threads < settings.single_threads:
-            more = replace(settings, threads=settings.single_threads)
-            path = bundle.model_file(embedder.mode.precision)
-            embedder._single = load(path, more, embedder.mode)
-            embedder._check_vectors(embedder.embed_single)
-        return embedder
-
-    @classmethod
-    def checked(
-        cls, bundle: Bundle, settings: SessionSettings, limits: ImageLimits, mode: Mode
-    ) -> "OnnxEmbedder":
-        """Load the bundle in `mode` and compare it with its golden vectors. Raises: BundleError."""
-        model = load(bundle.model_file(mode.precision), settings, mode)
-        embedder = cls(bundle, model, limits, mode)
-        embedder._check_vectors(embedder.embed)
-        embedder._check_pixels()
-        return embedder
-
-    def preprocess(self, data: bytes, box: Box | None = None) -> NDArray[np.uint8]:
-        """Encoded image, or its part in `box`, to uint8 (3, S, S). Raises: ImageError."""
-        return preprocess(data, self.preprocessing, self.limits, box)
-
-    def embed(self, images: Images) -> Embeddings:
-        """uint8 (N, 3, S, S) to float32 (N, D), unit norm. Large N runs in chunks."""
-        return self._run(self._model, images)
-
-    def embed_images(self, contents: Iterable[bytes]) -> Embeddings:
-        """Encoded images to float32 (N, D), unit norm. Raises: ImageError."""
-        return self._embed_all([self.preprocess(data) for data in contents])
-
-    def embed_files(self, paths: Iterable[Path | str] | Path | str) -> Embeddings:
-        """Image files, or one, to float32 (N, D), unit norm.
-
-        Raises: SourceError or ImageError naming the file that cannot be used.
-        """
-        several = [paths] if isinstance(paths, str | Path) else paths
-        return self._embed_all([read_pixels(path, self)[1] for path in several])
-
-    def _embed_all(self, images: Sequence[NDArray[np.uint8]]) -> Embeddings:
-        return self.embed(np.stack(images)) if images else np.empty((0, self.dim), np.float32)
-
-    def embed_single(self, images: Images) -> Embeddings:
-        """uint8 (N, 3, S, S) to float32 (N, D), unit norm, with `single_threads` threads."""
-        return self._run(self._single, images)
-
-    @property
-    def gains_from_single(self) -> bool:
-        """Whether `embed_single` has more threads than `embed`."""
-        return self._single is not self._model
-
-    def share_single_session(self) -> None:
-        """Let `embed` use the session of `embed_single`, and free its own.
-
-        For a process whose workers do the embedding.
-        """
-        self._model = self._single
-
-    def _run(self, model: Model, images: Images) -> Embeddings:
-        chunks = [images[n : n + _MAX_BATCH] for n in range(0, len(images), _MAX_BATCH)]
-        try:
-            vectors: Embeddings = np.concatenate([model.run(chunk) for chunk in chunks])
-        except Exception as error:
-            # Both engines raise exceptions without a common base class.
-            raise BundleError(
-                f"The model {self.bundle_id[:12]} failed on {len(images)} image(s) of shape "
-                f"{images.shape[1:]} on {self.provider}: {error}. Use smaller batches or free "
-                "memory."
-            ) from error
-        if not np.isfinite(vectors).all():
-            raise BundleError(
-                f"The model {self.bundle_id[:12]} gave vectors that are not finite numbers. "
-                "Export it again, and compare both exports with `kinlens-train evaluate`."
-            )
-        return vectors
 
     def maps(self, images: Images) -> Maps:
         """uint8 (N, 3, S, S) to the contributions of the positions in fp32, (N, D, h, w).
@@ -311,13 +228,99 @@ class OnnxEmbedder:
         """The golden images as encoded files."""
         return self.bundle.golden_images()
 
-    def _check_vectors(self, embed: Embed) -> None:
+
+class OnnxEmbedder(BundleFacts):
+    """A bundle on an engine; `open` checks it against its golden vectors."""
+
+    def __init__(
+        self, bundle: Bundle, model: Model, limits: ImageLimits, mode: Mode = FP32
+    ) -> None:
+        super().__init__(bundle, model.provider, limits, mode)
+        self._model = model
+
+    @classmethod
+    def open(
+        cls,
+        bundle: Bundle | Path | str,
+        settings: SessionSettings | None = None,
+        limits: ImageLimits | None = None,
+        gains: Callable[[Mapping[Mode, Embed], Images], dict[Mode, float]] = speed_gains,
+    ) -> "OnnxEmbedder":
+        """Load the model, check the device, and compare with the golden vectors.
+
+        If `settings` allow several modes, `gains` measures their speed. The results are cached, so
+        the next start opens only the chosen mode.
+
+        Raises: BundleError (not found, corrupt, precision absent, golden mismatch, provider).
+        """
+        settings, limits = settings or SessionSettings(), limits or ImageLimits()
+        if not isinstance(bundle, Bundle):
+            bundle = Bundle.open(bundle)
+        return _Choice(bundle, settings, limits, gains).open()
+
+    @classmethod
+    def checked(
+        cls, bundle: Bundle, settings: SessionSettings, limits: ImageLimits, mode: Mode
+    ) -> "OnnxEmbedder":
+        """Load the bundle in `mode` and compare it with its golden vectors. Raises: BundleError."""
+        model = load(bundle.model_file(mode.precision), settings, mode)
+        embedder = cls(bundle, model, limits, mode)
+        embedder._check_vectors()
+        embedder._check_pixels()
+        return embedder
+
+    def load_in_forks(self, settings: SessionSettings) -> None:
+        """Free the session. Each process that is forked from this one loads its own, at the first
+        call of `embed`; this process must not call it. Only for onnxruntime.
+        """
+        content = self.bundle.model_file(self.mode.precision).read_bytes()
+        self._model = LateModel(content, settings, self.mode)
+
+    def preprocess(self, data: bytes, box: Box | None = None) -> NDArray[np.uint8]:
+        """Encoded image, or its part in `box`, to uint8 (3, S, S). Raises: ImageError."""
+        return preprocess(data, self.preprocessing, self.limits, box)
+
+    def embed(self, images: Images) -> Embeddings:
+        """uint8 (N, 3, S, S) to float32 (N, D), unit norm. Large N runs in chunks."""
+        chunks = [images[n : n + _MAX_BATCH] for n in range(0, len(images), _MAX_BATCH)]
+        try:
+            vectors: Embeddings = np.concatenate([self._model.run(chunk) for chunk in chunks])
+        except Exception as error:
+            # Both engines raise exceptions without a common base class.
+            raise BundleError(
+                f"The model {self.bundle_id[:12]} failed on {len(images)} image(s) of shape "
+                f"{images.shape[1:]} on {self.provider}: {error}. Use smaller batches or free "
+                "memory."
+            ) from error
+        if not np.isfinite(vectors).all():
+            raise BundleError(
+                f"The model {self.bundle_id[:12]} gave vectors that are not finite numbers. "
+                "Export it again, and compare both exports with `kinlens-train evaluate`."
+            )
+        return vectors
+
+    def embed_images(self, contents: Iterable[bytes]) -> Embeddings:
+        """Encoded images to float32 (N, D), unit norm. Raises: ImageError."""
+        return self._embed_all([self.preprocess(data) for data in contents])
+
+    def embed_files(self, paths: Iterable[Path | str] | Path | str) -> Embeddings:
+        """Image files, or one, to float32 (N, D), unit norm.
+
+        Raises: SourceError or ImageError naming the file that cannot be used.
+        """
+        several = [paths] if isinstance(paths, str | Path) else paths
+        return self._embed_all([read_pixels(path, self)[1] for path in several])
+
+    def _embed_all(self, images: Sequence[NDArray[np.uint8]]) -> Embeddings:
+        return self.embed(np.stack(images)) if images else np.empty((0, self.dim), np.float32)
+
+    def _check_vectors(self) -> None:
         fp32 = self.bundle.golden_vectors()
         is_known = self.mode in self.bundle.modes()
         own = self.bundle.golden_vectors(self.mode) if is_known else None
         images = self.bundle.golden_inputs()
         # In pairs, because onnxruntime never frees the memory of its largest batch.
-        pairs = [embed(images[start : start + 2]) for start in range(0, len(images), 2)]
+        pairs = [self.embed(images[start : start + 2]) for start in range(0, len(images), 2)]
         fault = golden_fault(self.mode.precision, np.concatenate(pairs), own, fp32)
         if fault is not None:
             raise GoldenMismatchError(

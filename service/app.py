@@ -25,6 +25,7 @@ from kinlens.service.api import (
 )
 from kinlens.service.api import galleries as gallery_routes
 from kinlens.service.encoding.cache import Cache
+from kinlens.service.encoding.workers import Workers
 from kinlens.service.galleries.locations import Opened
 from kinlens.service.http.bodies import BodyLimit, bounds_of
 from kinlens.service.http.edge import Edge
@@ -58,16 +59,18 @@ def create_app(
     embedder: Embedder | None = None,
     galleries: Mapping[str, Opened] | None = None,
     cache: Cache | None = None,
+    workers: Workers | None = None,
 ) -> FastAPI:
     """Create the service as an ASGI app. Omitted parts are opened from the settings, and closed.
 
-    A given `embedder` keeps its own image limits.
+    A given `embedder` runs in this process, and keeps its own image limits; `workers` that have
+    been started decode for it.
 
     Raises: BundleError, GalleryError.
     """
     settings = settings or Settings()
     tracing = open_tracing(settings.otlp_endpoint, __version__)
-    runtime = build_runtime(settings, embedder, galleries, cache)
+    runtime = build_runtime(settings, embedder, galleries, cache, workers)
     admission = Admission(settings, runtime.keys, runtime.audit)
     app = FastAPI(
         title="Kinlens",

@@ -6,21 +6,50 @@ Queues are bounded, and a hanging call does not delay the exit of the process.
 import asyncio
 import contextlib
 import contextvars
-import functools
 import math
 import threading
 import time
-from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections import Counter, OrderedDict, deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar, get_args
 
 from kinlens.embedder.errors import DeadlineExceededError, OverloadedError
-from kinlens.service.access.binding import EVERYTHING, calling
 
 T = TypeVar("T")
+V = TypeVar("V")
+BulkKind = Literal["batch", "write", "golden"]
+"""Kinds of bulk work: queries of a batch, images of items to store, queries of a golden set."""
+
 _CLOSE_S = 1.0
+
+
+def begin_in_thread(work: Callable[[], T]) -> Future[T]:
+    """Run `work` in a daemon thread of its own, which does not delay the exit of the process."""
+    future: Future[T] = Future()
+    context = contextvars.copy_context()
+
+    def run() -> None:
+        try:
+            future.set_result(context.run(work))
+        except BaseException as error:
+            future.set_exception(error)
+
+    future.set_running_or_notify_cancel()  # so a cancelled caller does not cancel the thread
+    threading.Thread(target=run, name="kinlens-call", daemon=True).start()
+    return future
+
+
+async def in_thread(work: Callable[[], T], limit_s: float | None = None) -> T:
+    """The result of `begin_in_thread`. Unlike with `asyncio.to_thread`, the exit of the process
+    does not wait for a hanging call.
+
+    Raises: TimeoutError after `limit_s` seconds, if not None; the call continues.
+    """
+    async with asyncio.timeout(limit_s):
+        return await asyncio.wrap_future(begin_in_thread(work))
 
 
 class DaemonThreads:
@@ -282,11 +311,79 @@ class BoundedPool:
         self._threads.close()
 
 
+class SearchThreads(BoundedPool):
+    """The search threads: `workers` threads that each do one search from end to end."""
+
+    def __init__(self, workers: int, queue_size: int, overdue_s: float = math.inf) -> None:
+        super().__init__("search", workers, queue_size, overdue_s)
+        self._helpers = DaemonThreads("search helper", workers)
+        self._helper_count = workers - 1
+        self._batches = threading.BoundedSemaphore(max(1, queue_size // 2))
+        self._bulk_limits = {kind: asyncio.Semaphore(workers) for kind in get_args(BulkKind)}
+
+    def bulk_limit(self, kind: BulkKind) -> AbstractAsyncContextManager[None]:
+        """The semaphore to hold around each bulk call: as many calls of a kind as there are threads
+        are queued or running, so a single search waits for few of them.
+
+        Each kind has its own semaphore, because waiters are served in order: a put would otherwise
+        wait for every query of all earlier batches.
+        """
+        return self._bulk_limits[kind]
+
+    @contextlib.contextmanager
+    def batch(self) -> Iterator[None]:
+        """Hold one batch slot while the bulk calls of a batch run. Batches have their own slots, so
+        they never take the slots of single searches. Raises: OverloadedError when none is free.
+        """
+        if not self._batches.acquire(blocking=False):
+            raise OverloadedError(
+                "Too many batches are being answered. Try again in a second, or send searches "
+                "one by one."
+            )
+        try:
+            yield
+        finally:
+            self._batches.release()
+
+    def each(self, work: Callable[[V], T], values: Sequence[V]) -> list[T]:
+        """The result of `work` for each value, in this thread and in helpers that are free.
+
+        Raises: the error of the first value with one.
+        """
+        if len(values) == 1:
+            return [work(values[0])]
+        results: dict[int, T] = {}
+        errors: dict[int, Exception] = {}
+        rest = iter(enumerate(values))
+
+        def run() -> None:
+            for number, value in rest:
+                try:
+                    results[number] = work(value)
+                except Exception as error:
+                    errors[number] = error
+                    deque(rest, maxlen=0)  # skip the others
+
+        count = min(len(values) - 1, self._helper_count)
+        helpers = [self._helpers.submit(run) for _ in range(count)]
+        run()
+        for helper in helpers:
+            if not helper.cancel():
+                helper.result()
+        if errors:
+            raise errors[min(errors)]
+        return [results[number] for number in range(len(values))]
+
+    def close(self) -> None:
+        """Cancel queued calls; hanging ones end with the process."""
+        super().close()
+        self._helpers.close()
+
+
 class KeyedThreads:
     """At most one thread per key, so a hanging call only blocks its own key."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self) -> None:
         self._running: dict[object, Future[Any]] = {}
 
     def is_running(self, key: object) -> bool:
@@ -299,23 +396,12 @@ class KeyedThreads:
         Raises: TimeoutError after `limit_s` seconds, if not None; the call continues.
         """
         future: Future[T] | None = self._running.get(key)
-        if future is None or future.done():
-            future = self._running[key] = Future()
-            target = functools.partial(self._call, key, work, future)
-            threading.Thread(target=target, name=f"kinlens-{self._name}", daemon=True).start()
+        if future is None:
+            # In an empty context, since others share the result.
+            future = self._running[key] = begin_in_thread(lambda: contextvars.Context().run(work))
+            future.add_done_callback(lambda _: self._running.pop(key, None))
         async with asyncio.timeout(limit_s):
             return await asyncio.shield(asyncio.wrap_future(future))
-
-    def _call(self, key: object, work: Callable[[], T], future: Future[T]) -> None:
-        future.set_running_or_notify_cancel()  # so a cancelled caller does not cancel it for others
-        try:
-            result = work()
-        except BaseException as error:
-            self._running.pop(key, None)
-            future.set_exception(error)
-        else:
-            self._running.pop(key, None)
-            future.set_result(result)
 
 
 @dataclass(slots=True)
@@ -334,8 +420,9 @@ class SingleFlight(Generic[T]):
         """Return the result of `start()`, or of the running task for `key`."""
         flight = self._flights.get(key)
         if flight is None:
-            with calling(EVERYTHING):  # all callers share the result, whatever the first one sees
-                flight = _Flight(asyncio.create_task(start()))
+            # All callers share the result, whatever the key of the first one permits.
+            task = asyncio.create_task(start(), context=contextvars.Context())
+            flight = _Flight(task)
             self._flights[key] = flight
         flight.waiters += 1
         try:

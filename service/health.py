@@ -27,6 +27,7 @@ _UNKNOWN = "unknown"
 _OK = "ok"
 _REMOVED = "removed"
 _SERVICE = "service"
+_NO_WORKER = "no worker process runs; they are started again, and the log has the cause"
 _OF_GALLERIES = ("gallery ", "reload ")
 
 
@@ -98,7 +99,7 @@ class Health:
         self.is_draining = False
         self._registry = registry
         self._models = models
-        self._threads = KeyedThreads("probe")
+        self._threads = KeyedThreads()
         self._timeout_s = timeout_s
         self._is_on_gpu = is_on_gpu
         self._last_error: str | None = None
@@ -230,7 +231,7 @@ class Health:
                 vector = await model.encoder.infer(model.reference_image)
         except Exception as error:
             # Any failure makes the service not ready; clients only see the class of the error.
-            return self._verdict(error)
+            return self._verdict(error) if model.encoder.workers.fault is None else _NO_WORKER
         cosine = float(vector @ model.reference_vector)
         ok = cosine >= _MIN_COSINE
         return _OK if ok else f"the test image has another vector: cosine {cosine:.4f}"

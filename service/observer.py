@@ -19,10 +19,10 @@ from kinlens.embedder.errors import GalleryNotFoundError, KinlensError
 from kinlens.indexer.gallery import checked_s
 from kinlens.models import JobState
 from kinlens.service.backups.folder import last_backup
-from kinlens.service.concurrency import KeyedThreads, Recent, within
+from kinlens.service.concurrency import KeyedThreads, Recent, SearchThreads, within
 from kinlens.service.encoding.cache import Cache
 from kinlens.service.encoding.model import Models
-from kinlens.service.encoding.threads import SearchThreads
+from kinlens.service.encoding.sandbox import active_names
 from kinlens.service.galleries.registry import Registry
 from kinlens.service.health import Health
 from kinlens.service.observe.logs import dropped_lines
@@ -49,7 +49,7 @@ class Observer(Collector):
         self._models = models
         self._health = health
         self._omitted: dict[str, str] = {}
-        self._threads = KeyedThreads("metrics")
+        self._threads = KeyedThreads()
         self._jobs = jobs
         self._state = state
         self._families = _families()
@@ -221,7 +221,9 @@ def _families() -> Sequence[GaugeMetricFamily]:
     ]
 
 
-def publish(metrics: Metrics, search_threads: SearchThreads, cache: Cache, health: Health) -> None:
+def publish(
+    metrics: Metrics, search_threads: SearchThreads, models: Models, cache: Cache, health: Health
+) -> None:
     """Register the gauges that are read on each scrape."""
     metrics.gauge(
         "kinlens_queue_depth",
@@ -230,18 +232,18 @@ def publish(metrics: Metrics, search_threads: SearchThreads, cache: Cache, healt
     )
     metrics.gauge(
         "kinlens_decoder_restarts",
-        "Decoding processes that were replaced.",
-        lambda: search_threads.restarts,
+        "Worker processes that were replaced.",
+        lambda: sum(workers.restarts for workers in models.workers()),
     )
     metrics.gauge(
         "kinlens_decoder_kills",
-        "Decoding processes that were killed for time or memory.",
-        lambda: search_threads.kills,
+        "Worker processes that were killed for time or memory.",
+        lambda: sum(workers.kills for workers in models.workers()),
     )
     metrics.gauge(
         "kinlens_decoder_sandbox_layers",
         "Active layers of the decoder sandbox, at most 2.",
-        lambda: sum(layer.holds for layer in search_threads.layers),
+        lambda: min((len(active_names(each.layers)) for each in models.workers()), default=0),
         "livemin",
     )
     metrics.gauge(

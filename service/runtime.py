@@ -12,18 +12,16 @@ from typing import TypeVar
 import structlog
 
 from kinlens.embedder.errors import GalleryNotFoundError
-from kinlens.embedder.session import Embedder, OnnxEmbedder
+from kinlens.embedder.preprocess import ImageLimits
+from kinlens.embedder.session import Embedder, ModelFacts
 from kinlens.indexer.gallery import Gallery as IndexedGallery
 from kinlens.service.access.audit import AuditLog
 from kinlens.service.access.keys import KeyStore, open_keys
-from kinlens.service.concurrency import BoundedPool, within
-from kinlens.service.daemon_threads import in_thread
+from kinlens.service.concurrency import BoundedPool, SearchThreads, in_thread, within
 from kinlens.service.encoding.cache import Cache, LruCache
-from kinlens.service.encoding.decoders import create_decoder
-from kinlens.service.encoding.model import Encoder, Models
+from kinlens.service.encoding.model import Backend, Encoder, Models
 from kinlens.service.encoding.redis_cache import RedisStore
 from kinlens.service.encoding.sandbox import Layer, absences, holding
-from kinlens.service.encoding.threads import SearchThreads
 from kinlens.service.encoding.workers import Workers
 from kinlens.service.galleries.feedback import FeedbackStore, open_feedback
 from kinlens.service.galleries.following import Following
@@ -82,16 +80,15 @@ class Runtime:
         return self.registry.galleries()
 
     @property
-    def embedder(self) -> Embedder:
-        """The embedder of the first gallery."""
+    def embedder(self) -> ModelFacts:
+        """The model of the first gallery."""
         return self.registry.model.embedder
 
     async def start(self) -> None:
         """Connect the cache, warm up the models, open the galleries and start background work."""
-        await self.search_threads.start()
         await in_thread(self.cache.start)
         await self.registry.start(self.settings.reload_interval_ms / 1e3)
-        _log_sandbox(self.search_threads.layers)  # known after the warm-up of the models
+        _log_sandbox(self.registry.model.encoder.workers.layers)
         if self.sweeper is not None:
             self.sweeper.start()
         if self.jobs is not None:
@@ -159,7 +156,7 @@ class Runtime:
             if self.feedback is not None:
                 close(self.feedback.close)
             close(self.cache.close, *(pool.close for pool in self.pools.values()))
-            ending.push_async_callback(self.search_threads.close)
+            close(self.search_threads.close)
             close(self.sampler.close)
             ending.push_async_callback(self.registry.stop)
             close(self.following.stop)
@@ -175,6 +172,7 @@ def build_runtime(
     embedder: Embedder | None = None,
     galleries: Mapping[str, Opened] | None = None,
     cache: Cache | None = None,
+    workers: Workers | None = None,
 ) -> Runtime:
     """Open the omitted parts, check that all parts match, and connect them.
 
@@ -185,18 +183,23 @@ def build_runtime(
     cache.observe(metrics.observe_lookup)
     limit_s = settings.request_timeout_ms / 1e3
     pools = _create_pools(settings)
-    search_threads = _create_search_threads(settings)
-    connect = _connector(settings, cache, search_threads, metrics)
+    search_threads = SearchThreads(settings.search_threads, settings.queue_size, limit_s)
+
+    def connect(backend: Backend) -> Encoder:
+        batch_size, on_batch = settings.images_at_once(), metrics.batch_size.observe
+        return Encoder(backend, cache, search_threads, batch_size, on_batch)
+
     following = Following(settings)
     following.load()
-    registry, models = open_registry(settings, connect, metrics, embedder, galleries)
+    bundles = Bundles(settings, embedder, workers)
+    registry, models = open_registry(settings, connect, metrics, bundles, galleries)
     jobs = None if settings.state is None else JobManager(settings)
     count_jobs = dict if jobs is None else jobs.store.counts
     is_on_gpu = settings.searched_on() == "cuda"
     health = Health(registry, models, settings.ready_timeout_ms / 1e3, is_on_gpu)
     observer = Observer(metrics, registry, models, health, count_jobs, settings.state)
     metrics.add(observer)
-    publish(metrics, search_threads, cache, health)
+    publish(metrics, search_threads, models, cache, health)
     sampler = RecallSampler(registry, metrics, settings.recall_sample)
     feedback = None if settings.feedback == "off" else open_feedback(settings)
     tidy = [] if feedback is None else [feedback.tidy]
@@ -208,7 +211,7 @@ def build_runtime(
         cache=cache,
         pools=pools,
         search_threads=search_threads,
-        renditions=_create_renditions(settings, search_threads),
+        renditions=_create_renditions(settings, search_threads, models),
         missing_images=Repeats(),
         searching=Pipeline(
             registry, search_threads, cache, metrics, sampler, limit_s, settings.no_match_prior
@@ -248,19 +251,17 @@ def _log_sandbox(layers: Sequence[Layer]) -> None:
         log.info("decoder sandbox", layers=holding(layers))
 
 
-def _create_search_threads(settings: Settings) -> SearchThreads:
-    limits = settings.decode_isolation, settings.decode_memory_mb, settings.decode_timeout_ms / 1e3
-    make = partial(create_decoder, *limits)
-    return SearchThreads(
-        make, settings.search_threads, settings.queue_size, settings.request_timeout_ms / 1e3
-    )
-
-
-def _create_renditions(settings: Settings, search_threads: SearchThreads) -> Renditions:
+def _create_renditions(
+    settings: Settings, search_threads: SearchThreads, models: Models
+) -> Renditions:
     at_once = max(1, settings.search_threads // 2)
     waiting = _FILES_PER_SEARCH * settings.queue_size
     limit_s = settings.request_timeout_ms / 1e3
-    return Renditions(search_threads, settings.image_limits(), at_once, waiting, limit_s)
+
+    def render(data: bytes, limits: ImageLimits, side_px: int) -> bytes:
+        return models.workers()[0].render(data, limits, side_px)
+
+    return Renditions(search_threads, render, settings.image_limits(), at_once, waiting, limit_s)
 
 
 def _create_pools(settings: Settings) -> dict[str, BoundedPool]:
@@ -279,37 +280,11 @@ def _create_pools(settings: Settings) -> dict[str, BoundedPool]:
     }
 
 
-def _connector(
-    settings: Settings, cache: Cache, search_threads: SearchThreads, metrics: Metrics
-) -> Callable[[Embedder], Encoder]:
-    at_once = 1 if settings.device == "cuda" else settings.search_threads
-
-    def connect(embedder: Embedder) -> Encoder:
-        batch_size, on_batch = settings.images_at_once(), metrics.batch_size.observe
-        workers = _create_workers(settings, embedder)
-        if workers is not None:
-            search_threads.use(workers)
-        return Encoder(embedder, cache, search_threads, batch_size, at_once, on_batch, workers)
-
-    return connect
-
-
-def _create_workers(settings: Settings, embedder: Embedder) -> Workers | None:
-    if settings.device != "cpu" or not settings.decode_isolation or not Workers.can_run():
-        return None
-    if settings.threads != 1:  # a worker runs the model in one thread
-        return None
-    if not isinstance(embedder, OnnxEmbedder):  # there is no bundle for another process to open
-        return None
-    limits = settings.decode_memory_mb, settings.decode_timeout_ms / 1e3
-    return Workers(embedder, *limits, settings.search_threads)
-
-
 def open_registry(
     settings: Settings,
-    connect: Callable[[Embedder], Encoder],
+    connect: Callable[[Backend], Encoder],
     metrics: Metrics,
-    embedder: Embedder | None,
+    bundles: Bundles,
     galleries: Mapping[str, Opened] | None,
 ) -> tuple[Registry, Models]:
     """Open and check the models and galleries of the settings, or the given ones.
@@ -318,7 +293,6 @@ def open_registry(
 
     Raises: BundleError, GalleryError.
     """
-    bundles = Bundles(settings, embedder)
     primary = bundles.primary()
     models = Models(bundles.open, connect)
     locations = Locations(settings, galleries)

@@ -37,7 +37,6 @@ START_WORDS = ("imagenet", "none", "current")
 
 _CPU_BATCH = 2
 _GPU_BATCH = 32
-_MOST_ALONE = 8  # more threads for the image of one search gain little
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 _HOST = re.compile(r"\*|\[[0-9a-f:.]+\]|[a-z0-9._-]+")
 _ORIGIN = re.compile(r"https?://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:\d{1,5})?")
@@ -284,9 +283,9 @@ class Settings(BaseSettings):
     engine: AskedEngine = "auto"
     """Engine of the model; `auto` is the faster one."""
     threads: int = Field(default=1, ge=0)
-    """Threads for one batch; 0 lets the engine choose. With 1, on a CPU and without `--workers`, a
-    single search uses up to 8 cores through a second copy of the model. With other values there
-    is no copy, and the service embeds instead of its worker processes.
+    """Threads of the model in each worker process; 0 lets the engine choose. With 1 the workers
+    share the weights, which serves most searches per second. More shorten the latency of one client
+    on an idle machine; each worker then loads the model itself, with onnxruntime.
     """
     workers: int = Field(default=1, ge=1, le=64)
     """Serving processes, each with its own model; galleries are shared through the page cache."""
@@ -303,8 +302,6 @@ class Settings(BaseSettings):
     """Maximum images in one call of the model; 0: 2 on a CPU, where larger batches are slower per
     image, 32 on a GPU.
     """
-    decode_isolation: bool = True
-    """Decode, and on a CPU embed, in sandboxed worker processes; `false`: in the search threads."""
     decode_memory_mb: int = Field(default=1024, ge=256)
     """Address space of a worker process in MiB, in addition to the model."""
     decode_timeout_ms: int = Field(default=5_000, ge=1)
@@ -478,21 +475,13 @@ class Settings(BaseSettings):
     def images_at_once(self) -> int:
         """Maximum number of images in one call of the model.
 
-        On a CPU, batches do not reduce the cost per image, and large ones exceed the CPU caches.
+        On a CPU, workers embed each image on its own.
         """
         return self.batch_size or (_GPU_BATCH if self.device == "cuda" else _CPU_BATCH)
 
     def searched_on(self) -> Literal["cpu", "cuda"]:
         """The device for searches; by default the device of the model."""
         return self.index_device or self.device
-
-    def single_threads(self) -> int:
-        """Number of model threads for a search while no other runs; 0: no extra threads.
-
-        With several processes it is 0, since a process cannot see the load of the others.
-        """
-        is_wanted = self.device == "cpu" and self.threads == self.workers == 1
-        return min(core_count(), _MOST_ALONE) if is_wanted else 0
 
     def image_limits(self) -> ImageLimits:
         """The limits of uploaded images."""

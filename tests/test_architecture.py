@@ -163,7 +163,7 @@ SERVING = ("fastapi", "uvicorn", "faiss", "onnxruntime", "redis", "torch")
         ("kinlens.values", ("numpy", "pydantic", "httpx")),
         ("kinlens.training.__main__", (*TRAINING, "scipy", "pandas")),
         ("kinlens.training.runner", (*TRAINING[1:], "scipy", "pandas", "sklearn")),
-        ("kinlens.service.encoding.decode_worker", ("structlog", "kinlens.indexer", *SERVING)),
+        ("kinlens.service.encoding.fork_server", ("structlog", "kinlens.indexer", *SERVING[:3])),
     ],
 )
 def test_a_part_loads_nothing_heavy_that_it_does_not_need(part: str, heavy: tuple[str]) -> None:

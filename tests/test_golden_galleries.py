@@ -19,8 +19,8 @@ from kinlens.embedder.session import OnnxEmbedder
 from kinlens.indexer.__main__ import app
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.types import Entry
-from kinlens.service.app import create_app
 from kinlens.service.settings import Settings
+from tests.support.servers import create_app
 from tests.tiny import encoded, photo
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -147,7 +147,6 @@ def shop(stored: Path) -> Iterator[TestClient]:
         galleries=(f"shop={stored / 'shop'}",),
         image_roots=(f"shop={stored / 'images'}",),
         state=stored / "state",
-        decode_isolation=False,
         allowed_hosts=("*",),
     )
     with TestClient(create_app(settings), headers={"Authorization": f"Bearer {ADMIN}"}) as client:

@@ -53,8 +53,6 @@ class SessionSettings:
             that the export compared with fp32, that reproduces its golden vectors on this machine
             and that is fast enough; otherwise fp32 in onnxruntime.
         gpu_memory_mb: limit for the arena of the model in MiB; 0 for no limit.
-        single_threads: per call of `embed_single`. If more than `threads`, a second session is
-            opened, which doubles the memory.
         engine: "auto" chooses it together with the precision.
         callers: number of threads that call at the same time.
         galleries: the precisions of the galleries that will be searched. "auto" does not mix two
@@ -66,7 +64,6 @@ class SessionSettings:
     allow_cpu_fallback: bool = False
     precision: AskedPrecision = "fp32"
     gpu_memory_mb: int = 0
-    single_threads: int = 0
     engine: AskedEngine = "onnxruntime"
     callers: int = 1
     galleries: frozenset[str] = frozenset()
@@ -84,9 +81,11 @@ class Model(Protocol):
 class OnnxRuntimeModel:
     """An onnxruntime session."""
 
-    def __init__(self, path: Path, settings: SessionSettings, precision: str = "fp32") -> None:
+    def __init__(
+        self, file: Path | bytes, settings: SessionSettings, precision: str = "fp32"
+    ) -> None:
         """Raises: BundleCorruptError, ProviderError."""
-        self._session = create_session(path, settings, precision)
+        self._session = create_session(file, settings, precision)
         self._input = str(self._session.get_inputs()[0].name)
         self.provider = str(self._session.get_providers()[0])
 
@@ -150,6 +149,24 @@ class OpenVinoModel:
             request = self._compiled.create_infer_request()
         yield request
         self._idle.append(request)
+
+
+class LateModel:
+    """A model that its first call loads, from `content` in memory.
+
+    For processes that are forked from this one: threads do not survive a fork, and a sandbox opens
+    no file.
+    """
+
+    def __init__(self, content: bytes, settings: SessionSettings, mode: Mode) -> None:
+        self.provider = PROVIDERS[settings.device]
+        self._load = functools.cache(
+            functools.partial(OnnxRuntimeModel, content, settings, mode.precision)
+        )
+
+    def run(self, images: Images) -> Embeddings:
+        """uint8 (N, 3, S, S) to float32 (N, ...)."""
+        return self._load().run(images)
 
 
 def load(path: Path, settings: SessionSettings, mode: Mode) -> Model:
@@ -241,9 +258,12 @@ def run_bucketed(session: ort.InferenceSession, name: str, images: Images) -> Em
 
 
 def create_session(
-    model: Path, settings: SessionSettings, precision: str = "fp32"
+    file: Path | bytes, settings: SessionSettings, precision: str = "fp32"
 ) -> ort.InferenceSession:
-    """Open an onnxruntime session for an ONNX file. Raises: BundleCorruptError, ProviderError."""
+    """Open an onnxruntime session for an ONNX file, or its content.
+
+    Raises: BundleCorruptError, ProviderError.
+    """
     wanted = PROVIDERS[settings.device]
     available = wanted in ort.get_available_providers()
     provider_options = dict(_PROVIDER_OPTIONS[settings.device])
@@ -262,10 +282,11 @@ def create_session(
         options.add_session_config_entry(_ARM_BF16, "1")
     options.log_severity_level = 3
     try:
-        session = ort.InferenceSession(model, options, providers=chosen)
+        session = ort.InferenceSession(file, options, providers=chosen)
     except Exception as error:
         # onnxruntime raises exceptions without a common base class for unreadable files.
-        raise BundleCorruptError(f"{model} cannot be loaded: {error}") from error
+        name = file if isinstance(file, Path) else "The model"
+        raise BundleCorruptError(f"{name} cannot be loaded: {error}") from error
     active = session.get_providers()[0]
     if active != wanted and not settings.allow_cpu_fallback:
         raise ProviderError(

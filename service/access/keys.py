@@ -26,7 +26,7 @@ from kinlens.indexer.types import checked_name
 from kinlens.models import Scope
 from kinlens.service.access.binding import EVERYTHING, Binding
 from kinlens.service.access.rates import DAY_S, Rate, parse_rates
-from kinlens.service.daemon_threads import begin_in_thread
+from kinlens.service.concurrency import begin_in_thread
 
 SCOPES: tuple[Scope, ...] = ("search", "write", "admin")
 

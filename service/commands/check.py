@@ -26,8 +26,6 @@ from kinlens.service.access.keys import open_keys
 from kinlens.service.cards import describe_use
 from kinlens.service.commands import options
 from kinlens.service.commands.settings import unknown_variables
-from kinlens.service.encoding.decode_worker import known_image
-from kinlens.service.encoding.decoders import create_decoder
 from kinlens.service.encoding.sandbox import absences, holding
 from kinlens.service.galleries.locations import Bundles, Gallery, Locations, open_gallery
 from kinlens.service.http.server import listen
@@ -78,7 +76,7 @@ def check(
 def _findings(settings: Settings) -> Iterator[Finding]:
     """Try every part of a start, and continue after faults."""
     bundles = Bundles(settings)
-    yield _tried("bundle", _bundle, bundles)
+    yield from _model(bundles)
     yield from _galleries(settings, bundles)
     if settings.searched_on() == "cuda":
         yield _gpu()
@@ -88,7 +86,6 @@ def _findings(settings: Settings) -> Iterator[Finding]:
     else:
         yield _tried("state", _state, settings.state)
     yield _tried("keys", _keys, settings)
-    yield _decoder(settings)
     yield _redis(settings)
     yield _tried("port", _port, settings)
     yield from (Finding("exposure", "warning", text) for text in exposures(settings))
@@ -105,11 +102,25 @@ def _failed(subject: str, error: Exception) -> Finding:
     return Finding(subject, "fault", " ".join(str(error).split()) or type(error).__name__)
 
 
-def _bundle(bundles: Bundles) -> str:
-    embedder = bundles.open(bundles.primary())
-    return (
-        f"{embedder.bundle_id[:12]}, D = {embedder.dim}, on {embedder.provider} in "
-        f"{embedder.mode.precision}: {embedder.precision_reason}"
+def _model(bundles: Bundles) -> Iterator[Finding]:
+    """Start the model and its workers, and report the active layers of their sandbox."""
+    try:
+        backend = bundles.open(bundles.primary())
+    except (KinlensError, OSError) as error:
+        yield _failed("bundle", error)
+        return
+    facts = backend.facts
+    yield Finding(
+        "bundle",
+        "ok",
+        f"{facts.bundle_id[:12]}, D = {facts.dim}, on {facts.provider} in {facts.mode.precision}: "
+        f"{facts.precision_reason}",
+    )
+    with contextlib.closing(backend.workers) as workers:
+        found, absent = f"sandbox: {holding(workers.layers)}", absences(workers.layers)
+    missing = " ".join(f"No {name}: {absence}" for name, absence in absent.items())
+    yield Finding(
+        "decoder", "warning" if absent else "ok", f"{found}. {missing}" if absent else found
     )
 
 
@@ -179,23 +190,6 @@ def _keys(settings: Settings) -> str:
         "create"
     )
     return f"{active} active" if active else closed
-
-
-def _decoder(settings: Settings) -> Finding:
-    """Decode an image as the service does, and report the active sandbox layers."""
-    timeout_s = settings.decode_timeout_ms / 1e3
-    decoder = create_decoder(settings.decode_isolation, settings.decode_memory_mb, timeout_s)
-    try:
-        with contextlib.closing(decoder):
-            decoder.start()
-            decoder.render(known_image(), settings.image_limits())
-    except KinlensError as error:
-        return _failed("decoder", error)
-    found, absent = f"sandbox: {holding(decoder.layers)}", absences(decoder.layers)
-    if not absent:
-        return Finding("decoder", "ok", found)
-    missing = " ".join(f"No {name}: {absence}" for name, absence in absent.items())
-    return Finding("decoder", "warning", f"{found}. {missing}")
 
 
 def _redis(settings: Settings) -> Finding:

@@ -1,14 +1,15 @@
-"""A process that loads a model once and forks workers, which decode images and embed them.
+"""The fork server: a process that loads a model once and forks workers.
 
     service ──► fork server: model loaded ──fork──► worker: image in, vector out
        └───────────────── one socket per worker ───────┘
 
 A fork takes milliseconds and shares the weights, so a killed worker is replaced at once. The fork
 server itself decodes only golden images, so no hostile image reaches the process that all workers
-are copies of.
+are copies of. Where the model runs on a GPU, the fork server has none, and its workers only decode.
 
 Messages on the socket of the fork server, each one packet of text:
 
+    at the start                        ──► the choice of the model as JSON, or an error
     "first", with a socket              ──► process id of a worker that serves this socket
     "again LAYER ...", with a socket    ──► process id of a worker that enters these layers
     "end PID"                           ──► exit code of the worker, after killing it
@@ -17,6 +18,7 @@ Messages on the socket of the fork server, each one packet of text:
 import contextlib
 import ctypes
 import gc
+import json
 import os
 import signal
 import socket
@@ -26,35 +28,34 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import kinlens
+from kinlens.embedder import errors
 from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.decoding.formats import load_all
 from kinlens.embedder.engines.models import SessionSettings
 from kinlens.embedder.errors import BundleMismatchError, KinlensError
 from kinlens.embedder.manifest import Mode
-from kinlens.embedder.preprocess import ImageLimits
 from kinlens.embedder.session import OnnxEmbedder
 from kinlens.embedder.types import SHORT
-from kinlens.service.encoding import decode_worker
+from kinlens.service.encoding import worker
 from kinlens.service.encoding.sandbox import Layer, active_names
 
 _START_S = 60.0
 _ANSWER_S = 10.0
-_PACKET_BYTES = 4096
-_REASON_CHARACTERS = 1000
-_READY = "ready"
+_PACKET_BYTES = 2**14
+_TEXT_CHARACTERS = 1000
 _MOST_CRASHES = 8
 """Workers share the memory layout of their server. After this number of crashes the server is
 replaced, so that no attacker can find addresses by trial and error.
 """
 _DIE_WITH_PARENT = 1  # prctl: PR_SET_PDEATHSIG
 _MIB = 2**20
-CODE = "from kinlens.service.encoding.fork_server import main; main(arguments)"
+CODE = "from kinlens.service.encoding.fork_server import main; main(*arguments)"
 
 _PATH = (
     "import sys; count = int(sys.argv[1]); sys.path[:] = sys.argv[2:2 + count]; "
@@ -63,27 +64,21 @@ _PATH = (
 _ENVIRONMENT = dict.fromkeys(
     ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "PYDANTIC_DISABLE_PLUGINS"), "1"
 )
-_PASSED_ON = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT")
+_PASSED_ON = ("LD_LIBRARY_PATH", "HOME", "XDG_CACHE_HOME")  # the last two for measured speeds
 
 
-def spawn(
-    code: str, connection: socket.socket, arguments: Sequence[str]
-) -> "subprocess.Popen[bytes]":
-    """Start a fresh interpreter in its own session that runs `code` with the list `arguments`. It
-    inherits no environment and no files except `connection`, which is its standard input.
+class Choice(NamedTuple):
+    """The mode and provider that a model runs with, and why."""
 
-    Raises: OSError.
-    """
-    path = [str(Path(kinlens.__path__[0]).parent), *(entry for entry in sys.path if entry)]
-    passed_on = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
-    return subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", _PATH + code, str(len(path)), *path, *arguments],
-        stdin=connection.fileno(),
-        stdout=subprocess.DEVNULL,
-        cwd="/",
-        env=_ENVIRONMENT | passed_on,
-        start_new_session=True,
-    )
+    engine: str
+    precision: str
+    provider: str
+    reason: str
+
+    @property
+    def mode(self) -> Mode:
+        """The engine and precision."""
+        return Mode(self.engine, self.precision)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,15 +94,24 @@ class ForkedWorker:
 
 
 class ForkServer:
-    """The fork server of one bundle in one mode.
+    """The fork server of a bundle, or of workers that only decode.
 
     A worker may allocate `memory_mb` in addition to the model; `alarm_s` limits its decoding.
     """
 
-    def __init__(self, bundle: Bundle, mode: Mode, memory_mb: int, alarm_s: float) -> None:
+    def __init__(
+        self,
+        memory_mb: int,
+        alarm_s: float,
+        bundle: Bundle | None = None,
+        session: SessionSettings | None = None,
+    ) -> None:
+        self.memory_mb = memory_mb
+        self.choice: Choice | None = None
+        self._limits = str(memory_mb), str(alarm_s)
         # Resolve the path: a symlink to the newest bundle may have changed by the next start.
-        path, bundle_id = str(bundle.path.resolve()), bundle.bundle_id
-        self._arguments = [path, bundle_id, *mode, str(memory_mb), str(alarm_s)]
+        self._bundle = [] if bundle is None else [str(bundle.path.resolve()), bundle.bundle_id]
+        self._session = session or SessionSettings()
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
@@ -121,15 +125,16 @@ class ForkServer:
         return self._is_up and process is not None and process.poll() is None
 
     def start(self) -> None:
-        """Start the process and wait until it has loaded the model. One thread at a time.
+        """Start the process and wait until it has loaded the model. One thread at a time. A later
+        start runs the model in the same mode as the first.
 
-        Raises: OSError with the reason.
+        Raises: OSError with the reason; BundleError if the model cannot run.
         """
         self.stop()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             try:
-                self._process = spawn(CODE, theirs, self._arguments)
+                self._process = self._spawned(theirs)
             except BaseException:
                 ours.close()
                 raise
@@ -138,12 +143,18 @@ class ForkServer:
             if self._is_closed:
                 raise ConnectionError("the service is shutting down")
             ours.settimeout(_START_S)
-            answer = ours.recv(_PACKET_BYTES).decode()
-            if answer != _READY:
-                raise ConnectionError(answer or "it exited at its start")
-        except OSError:
+            if not (packet := ours.recv(_PACKET_BYTES)):
+                raise ConnectionError("it exited at its start")
+            answer = json.loads(packet)
+            if isinstance(answer, dict):
+                raise getattr(errors, answer["error"], KinlensError)(answer["text"])
+        except BaseException:
             self.stop()
             raise
+        if answer:
+            self.choice = choice = Choice(*answer)
+            engine, precision = choice.mode
+            self._session = replace(self._session, engine=engine, precision=precision)
         self._crashes, self._is_up = 0, True
 
     def fork(self, connection: socket.socket, layers: Sequence[Layer] = ()) -> ForkedWorker:
@@ -177,10 +188,30 @@ class ForkServer:
     def stop(self) -> None:
         """Kill the server and all its workers."""
         self._is_up = False
-        if self._process is not None and self._socket is not None:
-            self._process.kill()
-            self._process.wait()
-            self._socket.close()
+        process, connection = self._process, self._socket
+        if process is not None and connection is not None:
+            process.kill()
+            process.wait()
+            connection.close()
+
+    def _spawned(self, connection: socket.socket) -> "subprocess.Popen[bytes]":
+        """A fresh interpreter in its own session. It inherits no environment and no files except
+        `connection`, which is its standard input.
+
+        Raises: OSError.
+        """
+        path = [str(Path(kinlens.__path__[0]).parent), *(entry for entry in sys.path if entry)]
+        session = json.dumps(asdict(self._session), default=sorted)
+        arguments = [*self._limits, session, *self._bundle]
+        passed_on = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _PATH + CODE, str(len(path)), *path, *arguments],
+            stdin=connection.fileno(),
+            stdout=subprocess.DEVNULL,
+            cwd="/",
+            env=_ENVIRONMENT | passed_on,
+            start_new_session=True,
+        )
 
     def _ask(self, text: str, descriptors: Sequence[int] = ()) -> int:
         """Send a message and return the answer.
@@ -202,40 +233,59 @@ class ForkServer:
         return int(answer)
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Load the model, then fork a worker for each order until the service closes the socket."""
-    path, bundle_id, engine, precision, memory_mb, alarm_s = arguments
+def main(memory_mb: str, alarm_s: str, session: str, path: str = "", bundle_id: str = "") -> None:
+    """Load the model, then fork a worker for each order until the service closes the socket.
+
+    Args:
+        memory_mb: memory of a worker in addition to the model.
+        alarm_s: limit of decoding an image.
+        session: the session settings as JSON.
+        path: the bundle; none for workers that only decode.
+        bundle_id: its id.
+    """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the service decides when this ends
     warnings.simplefilter("ignore")
     orders = socket.socket(fileno=0)
     load_all()
-    mode = Mode(engine, precision)  # type: ignore[arg-type]
+    settings = SessionSettings(**json.loads(session))
+    model = choice = None
     try:
-        bundle = Bundle.open(path)
-        if bundle.bundle_id != bundle_id:
-            raise BundleMismatchError(f"{path} has become the bundle {bundle.bundle_id[:SHORT]}.")
-        model = OnnxEmbedder.checked(bundle, SessionSettings(), ImageLimits(), mode)
+        if path:
+            model = _opened(path, bundle_id, settings)
+            choice = Choice(*model.mode, model.provider, model.precision_reason)
     except KinlensError as error:
+        answer = {"error": type(error).__name__, "text": str(error)[:_TEXT_CHARACTERS]}
         with contextlib.suppress(ConnectionError):
-            orders.send(str(error)[:_REASON_CHARACTERS].encode())
+            orders.send(json.dumps(answer).encode())
         return
+    memory_bytes = _address_space_bytes() + int(memory_mb) * _MIB
+    if model is not None and settings.threads != 1:
+        model.load_in_forks(settings)  # its threads would not survive a fork
     gc.freeze()  # otherwise a collection in a worker writes to, and so copies, all these pages
     server = os.getpid()
 
     def work(layers: Sequence[str] | None) -> None:
         _die_with(server)
-        limit = _address_space_bytes() + int(memory_mb) * _MIB
-        decode_worker.serve(socket.socket(fileno=0), limit, float(alarm_s), layers, model.embed)
+        embed = None if model is None else model.embed
+        worker.serve(socket.socket(fileno=0), memory_bytes, float(alarm_s), layers, embed)
 
     with contextlib.suppress(ConnectionError):  # the service has ended
+        orders.send(json.dumps(choice).encode())
         _serve(orders, work)
+
+
+def _opened(path: str, bundle_id: str, session: SessionSettings) -> OnnxEmbedder:
+    """Raises: BundleError, BundleMismatchError."""
+    bundle = Bundle.open(path)
+    if bundle.bundle_id != bundle_id:
+        raise BundleMismatchError(f"{path} has become the bundle {bundle.bundle_id[:SHORT]}.")
+    return OnnxEmbedder.open(bundle, session)
 
 
 def _serve(orders: socket.socket, work: Callable[[Sequence[str] | None], None]) -> None:
     """Raises: ConnectionError."""
     workers = set[int]()
-    orders.send(_READY.encode())
     while True:
         text, descriptors, *_ = socket.recv_fds(orders, _PACKET_BYTES, 1)
         if not text:
@@ -248,15 +298,15 @@ def _serve(orders: socket.socket, work: Callable[[Sequence[str] | None], None]) 
         else:
             [connection] = descriptors
             try:
-                worker = os.fork()
+                pid = os.fork()
             except OSError as error:  # no memory, or too many processes
                 answer = str(error)
             else:
-                if not worker:
+                if not pid:
                     layers = words if command == "again" else None
                     _become_worker(connection, partial(work, layers))
-                workers.add(worker)
-                answer = str(worker)
+                workers.add(pid)
+                answer = str(pid)
             os.close(connection)
         orders.send(answer.encode())
 

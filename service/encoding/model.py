@@ -16,10 +16,9 @@ from numpy.typing import NDArray
 from kinlens.embedder.calibration import Calibration
 from kinlens.embedder.errors import BundleError, SearchError
 from kinlens.embedder.preprocess import Box
-from kinlens.embedder.session import Embedder
-from kinlens.embedder.types import Embeddings, Images
-from kinlens.service.concurrency import SingleFlight
-from kinlens.service.daemon_threads import in_thread
+from kinlens.embedder.session import ModelFacts
+from kinlens.embedder.types import Embed, Embeddings, Images
+from kinlens.service.concurrency import BulkKind, SearchThreads, SingleFlight, in_thread
 from kinlens.service.encoding.cache import (
     Cache,
     Lookup,
@@ -27,9 +26,7 @@ from kinlens.service.encoding.cache import (
     embedding_key,
     encode_vector,
 )
-from kinlens.service.encoding.decoders import Decoder, NoProcessError, Vector
-from kinlens.service.encoding.threads import BulkKind, SearchThreads
-from kinlens.service.encoding.workers import Workers
+from kinlens.service.encoding.workers import Vector, Workers
 from kinlens.service.observe.tracing import span
 
 
@@ -144,112 +141,98 @@ class Batcher:
         return vectors
 
 
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """What runs a bundle: its workers, which decode. They also embed, unless `embed` does that in
+    this process, as it must on a GPU.
+    """
+
+    facts: ModelFacts
+    workers: Workers
+    embed: Embed | None = None
+
+
 class Encoder:
     """Turns images into vectors, and caches the vectors.
 
-    On a CPU under load, `workers` decode and embed. Otherwise the decoder of the search thread
-    decodes and this process embeds: in batches on a GPU, with all cores for a single call on a CPU.
-    `batch_size`, `at_once` and `on_batch` configure the `Batcher`.
+    `batch_size` bounds the batches of a model in this process, and `on_batch` is called with the
+    size of each call of the model.
     """
 
     def __init__(
         self,
-        embedder: Embedder,
+        backend: Backend,
         cache: Cache,
         search_threads: SearchThreads,
         batch_size: int,
-        at_once: int,
         on_batch: Callable[[int], None],
-        workers: Workers | None = None,
     ) -> None:
-        self._embedder = embedder
+        self.facts = backend.facts
+        self.workers = backend.workers
         self._cache = cache
         self._search_threads = search_threads
-        self._workers = workers
         self._on_batch = on_batch
-
-        def embed(images: Images) -> Embeddings:
-            """Embed with all cores if no other call needs one."""
-            # Not a method of this class: the reference cycle would keep the session alive.
-            use_all_cores = search_threads.is_uncontended
-            return (embedder.embed_single if use_all_cores else embedder.embed)(images)
-
-        self._batcher = Batcher(embed, batch_size, at_once, on_batch)
+        self._batcher: Batcher | None = None
+        if backend.embed is not None:
+            self._batcher = Batcher(backend.embed, batch_size, 1, on_batch)
 
     def lookup(self, view: View) -> Lookup[Vector]:
         """The cache lookup for the vector of `view`."""
-        embedder, dim = self._embedder, self._embedder.dim
-        key = embedding_key(embedder.bundle_id, embedder.mode, view.digest, view.box)
+        facts, dim = self.facts, self.facts.dim
+        key = embedding_key(facts.bundle_id, facts.mode, view.digest, view.box)
         return Lookup("embedding", key, lambda value: decode_vector(value, dim))
 
-    def decode(self, decoder: Decoder, view: View) -> NDArray[np.uint8]:
+    def decode(self, view: View) -> NDArray[np.uint8]:
         """The pixels (3, S, S) of `view`.
 
         Raises: ImageError, InvalidParameterError, SearchError.
         """
-        embedder = self._embedder
-        return decoder.decode(view.data, embedder.preprocessing, embedder.limits, view.box)
+        facts = self.facts
+        return self.workers.decode(view.data, facts.preprocessing, facts.limits, view.box)
 
     def compute(
-        self, decoder: Decoder, views: Sequence[View], guard: Guard = nullcontext
+        self, views: Sequence[View], guard: Guard = nullcontext
     ) -> tuple[Embeddings, Stages]:
-        """Compute the vectors (N, D) of N > 0 `views` in this thread, and cache them. Each view is
-        processed in the context of `guard`.
+        """Compute the vectors (N, D) of N > 0 `views`, several at the same time, and cache them.
+        Each view is processed in the context of `guard`.
 
         Raises: ImageError, SearchError, BundleError.
         """
-        vectors, stages = self._computed_by_workers(decoder, views, guard) or self._computed_here(
-            decoder, views, guard
-        )
+        vectors, stages = self._computed(views, guard)
         for view, vector in zip(views, vectors, strict=True):
             self._cache.set(self.lookup(view).key, encode_vector(vector))
         return vectors, stages
 
-    def start_workers(self, image: bytes, vector: Vector) -> None:
-        """Start the workers, if any are configured; they must return `vector` for `image`."""
-        if self._workers is not None:
-            self._workers.start(image, vector, self._search_threads.layers)
+    def _computed(self, views: Sequence[View], guard: Guard) -> tuple[Embeddings, Stages]:
+        facts, batcher, started = self.facts, self._batcher, time.perf_counter()
 
-    def _computed_by_workers(
-        self, decoder: Decoder, views: Sequence[View], guard: Guard
-    ) -> tuple[Embeddings, Stages] | None:
-        """Do the work of `compute` in the workers; None if this process should do it instead."""
-        workers = self._workers
-        if workers is None or not workers.is_ready:
-            return None
-        if workers.gains_from_single and self._search_threads.is_uncontended:
-            return None
-        vectors, decode_ms, started = [], 0.0, time.perf_counter()
-        with span("embed"):
-            for view in views:
-                try:
-                    with guard(view):
-                        vector, took_ms = workers.embed(view.data, view.box, decoder)
-                except NoProcessError:
-                    if workers.owns(decoder):
-                        raise  # the search thread repeats the call with another decoder
-                    return None
-                vectors.append(vector)
-                decode_ms += took_ms
+        def embed(view: View) -> tuple[Vector, float]:
+            with guard(view):
+                return self.workers.embed(
+                    view.data, facts.preprocessing, facts.limits, view.box, facts.dim
+                )
+
+        def decode(view: View) -> NDArray[np.uint8]:
+            with guard(view):
+                return self.decode(view)
+
+        if batcher is None:
+            with span("embed"):
+                embedded = self._search_threads.each(embed, views)
+            for _ in embedded:
                 self._on_batch(1)
-        total_ms = (time.perf_counter() - started) * 1e3
-        return np.stack(vectors), Stages(decode_ms, total_ms - decode_ms)
-
-    def _computed_here(
-        self, decoder: Decoder, views: Sequence[View], guard: Guard
-    ) -> tuple[Embeddings, Stages]:
-        started = time.perf_counter()
-        decoded_views = []
+            total_ms = (time.perf_counter() - started) * 1e3
+            decode_ms = min(total_ms, sum(took_ms for _, took_ms in embedded))
+            return np.stack([vector for vector, _ in embedded]), Stages(
+                decode_ms, total_ms - decode_ms
+            )
         with span("decode"):
-            for view in views:
-                with guard(view):
-                    decoded_views.append(self.decode(decoder, view))
-        images = np.stack(decoded_views)
+            images = np.stack(self._search_threads.each(decode, views))
         decoded = time.perf_counter()
         with span("embed"):
-            vectors = self._batcher.embed(images)
-        embedded = time.perf_counter()
-        return vectors, Stages((decoded - started) * 1e3, (embedded - decoded) * 1e3)
+            vectors = batcher.embed(images)
+        embedded_at = time.perf_counter()
+        return vectors, Stages((decoded - started) * 1e3, (embedded_at - decoded) * 1e3)
 
     async def encode(self, data: bytes, digest: str, kind: BulkKind = "write") -> Vector:
         """The vector (D,) of the image `data` with sha256 `digest`, as a bulk call of this `kind`.
@@ -258,10 +241,10 @@ class Encoder:
         """
         view = View(data, digest)
 
-        def work(decoder: Decoder) -> Vector:
+        def work() -> Vector:
             vector = self._cache.get(self.lookup(view))
             if vector is None:
-                vector = self.compute(decoder, [view])[0][0]
+                vector = self.compute([view])[0][0]
             return vector
 
         async with self._search_threads.bulk_limit(kind):
@@ -270,9 +253,8 @@ class Encoder:
     async def infer(self, data: bytes) -> Vector:
         """The vector (D,) of an image, computed without a cache and before all queued calls."""
 
-        def work(decoder: Decoder) -> Vector:
-            image = self.decode(decoder, View(data, ""))
-            vector: Vector = self._batcher.embed(image[np.newaxis])[0]
+        def work() -> Vector:
+            vector: Vector = self._computed([View(data, "")], nullcontext)[0][0]
             return vector
 
         return await self._search_threads.run(work, urgent=True, bulk=True)
@@ -284,10 +266,14 @@ class Model:
     health checks compare with it.
     """
 
-    embedder: Embedder
     encoder: Encoder
     reference_image: bytes = field(repr=False)
     reference_vector: Vector = field(repr=False)
+
+    @property
+    def embedder(self) -> ModelFacts:
+        """What is known of it."""
+        return self.encoder.facts
 
     @property
     def bundle_id(self) -> str:
@@ -319,14 +305,14 @@ class Models:
     """Opens a model when a gallery needs it, and drops it when no gallery does."""
 
     def __init__(
-        self, find: Callable[[str, str], Embedder], connect: Callable[[Embedder], Encoder]
+        self, find: Callable[[str, str], Backend], connect: Callable[[Backend], Encoder]
     ) -> None:
-        """`find` opens the embedder of a bundle for galleries of a precision, and may block.
-        `connect` makes the encoder of an embedder.
+        """`find` opens a bundle for galleries of a precision, and may block. `connect` makes its
+        encoder.
         """
         self._find = find
         self._connect = connect
-        self._opened: dict[str, Embedder] = {}
+        self._opened: dict[str, Backend] = {}
         self._models: dict[str, Model] = {}
         self._flights: SingleFlight[Model] = SingleFlight()
 
@@ -334,15 +320,27 @@ class Models:
         """Every model that has been started."""
         return list(self._models.values())
 
-    def open(self, bundle_id: str, precision: str = "fp32") -> Embedder:
-        """Open the embedder of a bundle before the event loop runs; `get` starts it. `precision` is
-        the precision of the gallery to search with it.
+    def workers(self) -> list[Workers]:
+        """The workers of every model that has been started."""
+        return [model.encoder.workers for model in self.running()]
 
-        Raises: BundleNotFoundError, BundleError.
+    def open(self, bundle_id: str, precision: str = "fp32") -> ModelFacts:
+        """Open a bundle before the event loop runs; `get` starts its model. `precision` is the
+        precision of the gallery to search with it.
+
+        Raises: BundleNotFoundError, BundleError, SearchError.
         """
         if bundle_id not in self._opened:
             self._opened[bundle_id] = self._find(bundle_id, precision)
-        return self._opened[bundle_id]
+        return self._opened[bundle_id].facts
+
+    def close(self) -> None:
+        """Drop all models and end their workers, also in the middle of an image."""
+        backends = list(self._opened.values())
+        ending = [*self.workers(), *(backend.workers for backend in backends)]
+        self._opened, self._models = {}, {}
+        for workers in ending:
+            workers.close()
 
     async def get(self, bundle_id: str, precision: str = "fp32") -> Model:
         """The warmed-up model of a bundle. `precision` is the precision of the first gallery that
@@ -363,13 +361,12 @@ class Models:
         self._models = {n: model for n, model in self._models.items() if n in bundle_ids}
 
     async def _start(self, bundle_id: str, precision: str) -> Model:
-        embedder = self._opened.pop(bundle_id, None)
-        if embedder is None:
-            embedder = await in_thread(partial(self._find, bundle_id, precision))
-        encoder = self._connect(embedder)
+        backend = self._opened.pop(bundle_id, None)
+        if backend is None:
+            backend = await in_thread(partial(self._find, bundle_id, precision))
+        encoder, embedder = self._connect(backend), backend.facts
         image = embedder.known_images()[0]
-        model = Model(embedder, encoder, image, await encoder.infer(image))
-        encoder.start_workers(image, model.reference_vector)
+        model = Model(encoder, image, await encoder.infer(image))
         self._models[bundle_id] = model
         structlog.get_logger().info(
             "model started",

@@ -1,172 +1,440 @@
-"""Model workers: processes that decode and embed images, each for one call at a time.
+"""The workers of one fork server: processes that decode images and embed them.
 
-They are forked from a process that has loaded the model (`kinlens.service.encoding.fork_server`).
-While that process does not run, the service decodes and embeds without workers.
+One image cannot harm another: a worker that exceeds its time or memory or crashes is replaced, and
+only its image is refused.
 """
 
+import contextlib
+import enum
+import socket
 import sys
 import threading
+import time
 import weakref
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import NoReturn, TypeVar
 
+import numpy as np
 import structlog
+from numpy.typing import NDArray
 
-from kinlens.embedder.errors import KinlensError
-from kinlens.embedder.preprocess import Box
-from kinlens.embedder.session import OnnxEmbedder
-from kinlens.service.encoding.decoders import (
-    Decoder,
-    DecoderPool,
-    NoProcessError,
-    ProcessDecoder,
-    Vector,
+from kinlens.embedder.errors import ImageCostError, KinlensError, SearchError
+from kinlens.embedder.manifest import Preprocessing
+from kinlens.embedder.preprocess import MAX_SIDE_PX, Box, ImageLimits
+from kinlens.service.concurrency import begin_in_thread
+from kinlens.service.encoding.fork_server import Choice, ForkedWorker, ForkServer
+from kinlens.service.encoding.sandbox import Layer
+from kinlens.service.encoding.worker import (
+    DONE,
+    EMBED_S,
+    ENDING,
+    ERROR_BYTES,
+    FAILED,
+    READY,
+    REFUSED,
+    REPLY,
+    REQUEST,
+    pack_order,
+    pack_rendering,
+    unpack_error,
+    unpack_layers,
 )
-from kinlens.service.encoding.fork_server import ForkServer
-from kinlens.service.encoding.sandbox import Layer, active_names
 
-_SAME_COSINE = 0.999
-_FIRST_PAUSE_S = 30.0
-_LONGEST_PAUSE_S = 600.0
+T = TypeVar("T")
+Pixels = NDArray[np.uint8]
+Vector = NDArray[np.float32]
+
+_START_S = 30.0
+_RESTART_S = 10.0  # how long an image waits for a new fork server
+_FIRST_PAUSE_S = 0.5
+_LONGEST_PAUSE_S = 60.0
+_ALARM_GRACE_S = 1.0
+_OFF_UNIT = 1e-2
+_JPEG = b"\xff\xd8\xff"
+_SEND_BUFFER_BYTES = 2**20
+
+
+class _Outcome(enum.Enum):
+    """Why a worker cannot be used again; logged as the cause of its end."""
+
+    LATE = "took too long"
+    FULL = "out of memory"
+    ENDED = "exited"
+    INVALID = "sent an invalid answer"
+    UNREADY = "did not become ready"
+    FAILED = "could not run the model"
+
+
+_OUTCOMES = {ENDING: _Outcome.FULL, FAILED: _Outcome.FAILED}
+_RETRIED = (_Outcome.ENDED, _Outcome.INVALID)
+"""After these the image is sent once more: the worker may have died before it got the image."""
+
+
+class _LostError(Exception):
+    """The worker cannot be used again, as `outcome` states."""
+
+    def __init__(self, outcome: _Outcome) -> None:
+        super().__init__(outcome.value)
+        self.outcome = outcome
 
 
 class Workers:
-    """The workers of one CPU model. Thread safe.
+    """The workers of a fork server, each for one call at a time. Thread safe.
 
-    `gains_from_single`: on an idle service, embedding one image in the service is faster.
+    The fork server is started again when it has ended, with pauses that double after each failure.
+
+    Attributes:
+        restarts: number of workers that ended, other than by `close`.
+        kills: those of them that exceeded their time or memory.
+        layers: the layers of their sandbox; empty before the first worker.
+        fault: why there are no workers; None if there are.
     """
 
-    def __init__(
-        self, embedder: OnnxEmbedder, memory_mb: int, timeout_s: float, count: int
-    ) -> None:
-        """A worker may allocate `memory_mb`, and decode an image for `timeout_s`. Up to `count`
-        idle workers are kept.
-        """
-        self.gains_from_single = embedder.gains_from_single
-        self._embedder = embedder
-        self._server = ForkServer(embedder.bundle, embedder.mode, memory_mb, timeout_s)
-        self._make = partial(ProcessDecoder, memory_mb, timeout_s, self._server.fork)
-        self.pool = DecoderPool(self._make, count)
-        self._ready = threading.Event()
+    def __init__(self, server: ForkServer, timeout_s: float, count: int) -> None:
+        """An image may be decoded for `timeout_s`. Up to `count` idle workers are kept."""
+        self.restarts = self.kills = 0
+        self.layers: Sequence[Layer] = ()
+        self.fault: str | None = "they have not been started"
+        self._server = server
+        self._timeout_s = timeout_s
+        self._count = count
+        self._workers = set[_Worker]()
+        self._idle: list[_Worker] = []
         self._lock = threading.Lock()
+        self._starting: Future[None] = Future()
+        self._starting.set_exception(SearchError(""))
         self._pause_s = _FIRST_PAUSE_S
-        self._end = weakref.finalize(self, _end, self.pool, self._server)
-        self._reference: tuple[bytes, Vector, frozenset[str]]
-
-    @staticmethod
-    def can_run() -> bool:
-        """Whether a fork server can run on this system."""
-        return sys.platform == "linux"
+        self._not_before = 0.0
+        self._end = weakref.finalize(self, _end, server, self._workers)
 
     @property
-    def is_ready(self) -> bool:
-        """Whether `embed` may be called."""
-        return self._ready.is_set()
+    def choice(self) -> Choice:
+        """How the model runs, if there is one. Only after `start`."""
+        assert self._server.choice is not None
+        return self._server.choice
 
-    def start(self, image: bytes, expected: Vector, layers: Sequence[Layer] = ()) -> None:
-        """Start in the background, and again whenever the fork server has ended.
+    @property
+    def pids(self) -> list[int]:
+        """The process ids of the workers."""
+        return [worker.pid for worker in list(self._workers)]
 
-        Workers are ready once one of them returns the `expected` vector (D,) of `image`, in a
-        sandbox with all the active `layers` of other decoders.
+    def start(self) -> None:
+        """Start the fork server and the first worker.
+
+        Raises: BundleError if the model cannot run, SearchError if no process can be started.
         """
-        self._reference = image, expected, frozenset(active_names(layers))
-        self._embedder.share_single_session()  # otherwise the model is in memory three times
-        self._start()
-
-    def fail(self) -> None:
-        """Handle a failed fork: if the fork server has ended, start another one."""
-        if self._server.is_running:
-            return
-        with self._lock:
-            was_ready = self._ready.is_set()
-            self._ready.clear()
-        if was_ready:
-            self._start()
-
-    def owns(self, decoder: Decoder) -> bool:
-        """Whether `decoder` is a worker of this model."""
-        return decoder in self.pool.decoders
-
-    def embed(
-        self, data: bytes, box: Box | None = None, decoder: Decoder | None = None
-    ) -> tuple[Vector, float]:
-        """The vector (D,) of an image, and the milliseconds for decoding it. Uses `decoder` if it
-        is a worker of this model, otherwise a worker of the pool.
-
-        Raises: ImageError (ImageCostError if the worker was killed or crashed),
-            InvalidParameterError for the box, NoProcessError.
-        """
-        if decoder is not None and self.owns(decoder):
-            return self._embedded_by(decoder, data, box)
+        if sys.platform != "linux":
+            raise SearchError(
+                f"The service needs Linux for its worker processes (got {sys.platform}). Run its "
+                "container image."
+            )
         try:
-            with self.pool.one() as worker:
-                return self._embedded_by(worker, data, box)
-        except NoProcessError:
-            self.fail()
-            raise
+            try:
+                self._start()
+            except OSError:
+                self._start()  # a busy machine may have delayed it
+        except OSError as error:
+            raise SearchError(f"No worker process can be started: {error}.") from error
 
     def close(self) -> None:
         """End all processes, also in the middle of an image."""
-        self._ready.clear()
         self._end()
 
-    def _embedded_by(self, worker: Decoder, data: bytes, box: Box | None) -> tuple[Vector, float]:
-        assert isinstance(worker, ProcessDecoder)
-        embedder = self._embedder
-        return worker.embed(data, embedder.preprocessing, embedder.limits, box, embedder.dim)
+    def decode(
+        self, data: bytes, spec: Preprocessing, limits: ImageLimits, box: Box | None = None
+    ) -> Pixels:
+        """Decode an image, or its part in `box`, as uint8 (3, S, S).
+
+        Raises: ImageError (ImageCostError if the worker was killed or crashed),
+            InvalidParameterError for the box, SearchError if there is no worker.
+        """
+        side_px = spec.crop_px
+        size = 3 * side_px**2
+
+        def read(content: Pixels) -> Pixels:
+            return content.reshape(3, side_px, side_px)
+
+        return self._ask(pack_order(spec, limits, box), data, size, read)
+
+    def embed(
+        self, data: bytes, spec: Preprocessing, limits: ImageLimits, box: Box | None, dim: int
+    ) -> tuple[Vector, float]:
+        """The unit vector (dim,) of an image, and the milliseconds for decoding it. The fork server
+        must have a model with `dim` dimensions.
+
+        Raises: ImageError (ImageCostError if the worker was killed or crashed),
+            InvalidParameterError for the box, SearchError if there is no worker.
+        """
+
+        def read(content: Pixels) -> tuple[Vector, float]:
+            numbers = content.view(np.float32)
+            vector, decode_ms = numbers[:-1], float(numbers[-1])
+            if len(vector) != dim or not abs(float(vector @ vector) - 1.0) < _OFF_UNIT:
+                raise ValueError
+            return vector, decode_ms if 0 <= decode_ms <= 1e3 * self._timeout_s else 0.0
+
+        order = pack_order(spec, limits, box, embed=True)
+        return self._ask(order, data, 4 * (dim + 1), read, EMBED_S)
+
+    def render(self, data: bytes, limits: ImageLimits, side_px: int = MAX_SIDE_PX) -> bytes:
+        """Render an image as a JPEG of at most `side_px` a side.
+
+        Raises: ImageError (ImageCostError if the worker was killed or crashed), SearchError if
+            there is no worker.
+        """
+
+        def read(content: Pixels) -> bytes:
+            jpeg = content.tobytes()
+            if not jpeg.startswith(_JPEG):
+                raise ValueError
+            return jpeg
+
+        return self._ask(pack_rendering(limits, side_px), data, 3 * side_px**2, read)
+
+    def _ask(
+        self,
+        order: bytes,
+        data: bytes,
+        max_bytes: int,
+        read: Callable[[Pixels], T],
+        more_s: float = 0.0,
+    ) -> T:
+        """What `read` makes of the answer, at most `max_bytes`; it raises ValueError for an invalid
+        one. `more_s` extends the limit of decoding.
+        """
+        for is_last in (False, True):
+            # The second time a new one: with their server, all idle ones have died.
+            worker = self._forked() if is_last else self._take()
+            try:
+                answer = read(worker.ask(order, data, max_bytes, self._timeout_s, more_s))
+            except _LostError as lost:
+                self._drop(worker, lost.outcome)
+                if is_last or lost.outcome not in _RETRIED:
+                    self._refuse(lost.outcome)
+            except (ValueError, TypeError):
+                self._drop(worker, _Outcome.INVALID)
+                if is_last:
+                    self._refuse(_Outcome.INVALID)
+            except BaseException:  # the image is refused
+                self._give_back(worker)
+                raise
+            else:
+                self._give_back(worker)
+                return answer
+        raise AssertionError
+
+    def _refuse(self, outcome: _Outcome) -> NoReturn:
+        match outcome:
+            case _Outcome.LATE:
+                raise ImageCostError(
+                    f"Decoding the image took longer than {self._timeout_s:g} s, which is the "
+                    "limit. Resize it, or save it as a plain JPEG."
+                )
+            case _Outcome.FULL:
+                raise ImageCostError(
+                    "Decoding the image needs more memory than the limit of "
+                    f"{self._server.memory_mb:,} MB. Resize it, or save it as a plain JPEG."
+                )
+            case _Outcome.FAILED:
+                raise SearchError("The model cannot run in a worker process. Try again.")
+        raise ImageCostError(
+            "The process that decoded the image crashed. Export the image again from its source; "
+            "if the file is intact, send it again."
+        )
+
+    def _take(self) -> "_Worker":
+        """The last used worker, whose memory is still in CPU caches, or a new one."""
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return self._forked()
+
+    def _give_back(self, worker: "_Worker") -> None:
+        if len(self._idle) < self._count and self._end.alive:
+            self._idle.append(worker)
+        else:
+            self._workers.discard(worker)
+            worker.end()
+
+    def _drop(self, worker: "_Worker", outcome: _Outcome) -> None:
+        self._workers.discard(worker)
+        if not self._end.alive:
+            return
+        code = worker.end()
+        with self._lock:
+            self.restarts += 1
+            self.kills += outcome in (_Outcome.LATE, _Outcome.FULL)
+        structlog.get_logger().warning(
+            "worker ended", pid=worker.pid, cause=outcome.value, returncode=code
+        )
+
+    def _forked(self) -> "_Worker":
+        """A new worker, of a new fork server if that has ended. Raises: SearchError."""
+        if not self._server.is_running:
+            self._restart()
+        try:
+            return self._fork()
+        except OSError as error:
+            raise SearchError(
+                f"No worker process can be started ({error}). Try again in a second; the log of "
+                "the service has details."
+            ) from error
+
+    def _restart(self) -> None:
+        """Wait for a new fork server. Raises: SearchError."""
+        if not self._end.alive:
+            raise SearchError("The service is shutting down and decodes no more images.")
+        with self._lock:
+            if self._server.is_running:
+                return
+            if self._starting.done() and time.monotonic() >= self._not_before:
+                self._starting = begin_in_thread(self._start)
+        with contextlib.suppress(TimeoutError, OSError, KinlensError):
+            self._starting.result(_RESTART_S)
+            return
+        raise SearchError(
+            "No worker process runs, so no image can be decoded. The service starts them again; "
+            "its log has the cause. Try again in a second."
+        )
 
     def _start(self) -> None:
-        if self._end.alive:
-            threading.Thread(target=self._run, daemon=True).start()
-
-    def _run(self) -> None:
-        fault = self._try_to_start()
-        if not self._end.alive:
-            return  # the service is shutting down
-        log = structlog.get_logger().bind(bundle_id=self._embedder.bundle_id)
-        if fault is None:
-            self._pause_s = _FIRST_PAUSE_S
-            self._ready.set()
-            log.info("workers embed")
-            return
-        log.warning("workers do not embed", cause=fault, retry_in_s=self._pause_s)
-        again = threading.Timer(self._pause_s, _start_again, [weakref.ref(self)])
-        again.daemon = True
-        again.start()
-        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
-
-    def _try_to_start(self) -> str | None:
-        """Start the server and its first worker; the reason if they are unusable, or None."""
-        image, expected, layers = self._reference
+        """Start the fork server and a worker. Raises: OSError, BundleError."""
+        log = structlog.get_logger()
         try:
+            while self._idle:
+                self._drop(self._idle.pop(), _Outcome.ENDED)
             self._server.start()
-        except OSError as error:
-            return f"the fork server did not start: {error}"
-        worker = self._make()
-        fault = None
-        try:
-            vector, _ = self._embedded_by(worker, image, None)
-        except KinlensError as error:
-            fault = str(error)
-        else:
-            cosine = float(vector @ expected)
-            if cosine < _SAME_COSINE:
-                fault = f"wrong vector for the reference image: cosine {cosine:.4f}"
-            elif missing := layers.difference(active_names(worker.layers)):
-                fault = f"their sandbox lacks {', '.join(sorted(missing))}"
-        if fault is None:
-            self.pool.add(worker)
-        else:
-            worker.close()
+            self._idle.append(self._fork())
+        except (OSError, KinlensError) as error:
             self._server.stop()
-        return fault
+            self.fault = f"{type(error).__name__}: {error}"
+            self._not_before = time.monotonic() + self._pause_s
+            log.error("workers did not start", cause=self.fault, retry_in_s=self._pause_s)
+            self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+            raise
+        else:
+            self.fault, self._pause_s = None, _FIRST_PAUSE_S
+            log.info("workers started")
+
+    def _fork(self) -> "_Worker":
+        """Raises: OSError."""
+        worker = _Worker(self._server, self.layers)
+        self._workers.add(worker)
+        try:
+            layers = worker.wait_until_ready()
+        except _LostError as error:
+            self._drop(worker, error.outcome)
+            raise ConnectionError("it exited at its start") from error
+        self.layers = self.layers or layers
+        return worker
 
 
-def _start_again(workers: "weakref.ref[Workers]") -> None:
-    if (found := workers()) is not None:
-        found._start()
+class _Worker:
+    """A worker process and the socket to it."""
+
+    def __init__(self, server: ForkServer, layers: Sequence[Layer]) -> None:
+        """`layers` are those of an earlier worker, which it enters without a rehearsal: that could
+        fail on an overloaded machine. Raises: OSError.
+        """
+        self._socket, theirs = socket.socketpair()
+        for end in (self._socket, theirs):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+        with theirs:
+            try:
+                self._process: ForkedWorker = server.fork(theirs, layers)
+            except BaseException:
+                self._socket.close()
+                raise
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def wait_until_ready(self) -> Sequence[Layer]:
+        """The layers of its sandbox. Raises: _LostError."""
+        try:
+            status, content = self._receive(0, time.monotonic() + _START_S)
+            layers = unpack_layers(content.tobytes())
+        except (TimeoutError, TypeError, ValueError) as error:
+            raise _LostError(_Outcome.UNREADY) from error
+        if status != READY:
+            raise _LostError(_Outcome.UNREADY)
+        return layers
+
+    def ask(
+        self, order: bytes, data: bytes, max_bytes: int, timeout_s: float, more_s: float
+    ) -> Pixels:
+        """Send an image; the content of the answer.
+
+        Raises: _LostError; ImageError or InvalidParameterError if the image is refused; ValueError
+            if the answer is invalid.
+        """
+        due = time.monotonic() + timeout_s
+        try:
+            self._send(REQUEST.pack(len(order), len(data)) + order, data, due)
+            status, content = self._receive(max_bytes, due + more_s)
+        except TimeoutError:
+            raise _LostError(_Outcome.FAILED if more_s else _Outcome.LATE) from None
+        except _LostError:
+            if 0 <= time.monotonic() - due < _ALARM_GRACE_S:
+                raise _LostError(_Outcome.LATE) from None  # the alarm of the worker has killed it
+            raise
+        if status == REFUSED:
+            raise unpack_error(content.tobytes())
+        if status != DONE:
+            raise _LostError(_OUTCOMES.get(status, _Outcome.INVALID))
+        return content
+
+    def end(self) -> int | None:
+        """Kill the process if it still runs, and return its exit code, if known."""
+        code = self._process.end()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that is reading from it
+        self._socket.close()
+        return code
+
+    def _send(self, head: bytes, data: bytes, due: float) -> None:
+        """Raises: TimeoutError, _LostError."""
+        try:
+            self._socket.settimeout(due - time.monotonic())
+            sent = self._socket.sendmsg([head, data])
+            if sent < len(head) + len(data):
+                self._socket.settimeout(max(0.0, due - time.monotonic()))
+                self._socket.sendall(memoryview(head + data)[sent:])
+        except TimeoutError:
+            raise
+        except BlockingIOError:  # no time was left
+            raise TimeoutError from None
+        except OSError as error:
+            raise _LostError(_Outcome.ENDED) from error
+
+    def _receive(self, max_bytes: int, due: float) -> tuple[int, Pixels]:
+        """Status and content of an answer. Raises: TimeoutError, _LostError."""
+        buffer = np.empty(REPLY.size + max(max_bytes, ERROR_BYTES), dtype=np.uint8)
+        received, length = 0, REPLY.size
+        while received < length:
+            left_s = due - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError
+            try:
+                self._socket.settimeout(left_s)
+                count = self._socket.recv_into(buffer[received:].data)
+            except TimeoutError:
+                raise
+            except OSError:
+                count = 0
+            if not count:
+                raise _LostError(_Outcome.ENDED)
+            received += count
+            if received >= REPLY.size:
+                length = REPLY.size + REPLY.unpack_from(buffer.data)[1]
+                if received > length or length > len(buffer):
+                    raise _LostError(_Outcome.INVALID)
+        return REPLY.unpack_from(buffer.data)[0], buffer[REPLY.size : length]
 
 
-def _end(pool: DecoderPool, server: ForkServer) -> None:
+def _end(server: ForkServer, workers: set[_Worker]) -> None:
     server.close()
-    pool.close()
+    for worker in list(workers):
+        worker.end()

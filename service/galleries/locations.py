@@ -8,14 +8,15 @@ from pathlib import Path
 
 from kinlens.embedder.bundle import MANIFEST, Bundle
 from kinlens.embedder.durable import is_settled, is_stage, stamp
-from kinlens.embedder.engines.models import SessionSettings
+from kinlens.embedder.engines.models import PROVIDERS, SessionSettings
 from kinlens.embedder.errors import (
     BundleNotFoundError,
     GalleryError,
     GalleryNotFoundError,
     InvalidParameterError,
+    ProviderError,
 )
-from kinlens.embedder.session import Embedder, OnnxEmbedder
+from kinlens.embedder.session import BundleFacts, Embedder, OnnxEmbedder
 from kinlens.embedder.types import SHORT
 from kinlens.indexer.gallery import (
     CURRENT,
@@ -26,6 +27,9 @@ from kinlens.indexer.gallery import (
 )
 from kinlens.indexer.gallery import Gallery as IndexedGallery
 from kinlens.indexer.types import MILVUS, OnCall, checked_name, milvus_address, mismatch, unobserved
+from kinlens.service.encoding.fork_server import ForkServer
+from kinlens.service.encoding.model import Backend
+from kinlens.service.encoding.workers import Workers
 from kinlens.service.galleries.uploads import SharedUploads
 from kinlens.service.galleries.view import GalleryView
 from kinlens.service.settings import Settings, is_followed, split_gallery, split_named
@@ -273,10 +277,18 @@ def managed_folder(state: Path) -> Path:
 class Bundles:
     """Finds a bundle by its id and opens it; the hashes of its files are checked each time."""
 
-    def __init__(self, settings: Settings, embedder: Embedder | None = None) -> None:
-        """A given `embedder` replaces the bundle of the settings."""
+    def __init__(
+        self,
+        settings: Settings,
+        embedder: Embedder | None = None,
+        workers: Workers | None = None,
+    ) -> None:
+        """A given `embedder` replaces the bundle of the settings, and runs in this process; given
+        `workers` decode for it.
+        """
         self._settings = settings
         self._embedder = embedder
+        self._workers = workers
         self._primary = settings.bundle if embedder is None else None
         self._state = settings.state
         self._limits = settings.image_limits()
@@ -286,9 +298,7 @@ class Bundles:
             settings.allow_cpu_fallback,
             settings.precision,
             settings.gpu_memory_mb,
-            settings.single_threads(),
-            settings.engine,
-            settings.search_threads,
+            engine=settings.engine,
         )
 
     def primary(self) -> str:
@@ -301,17 +311,42 @@ class Bundles:
             )
         return id_of(self._primary) or Bundle.open(self._primary).bundle_id
 
-    def open(self, bundle_id: str, precision: str = "fp32") -> Embedder:
-        """Open a bundle in a new session that can search vectors of `precision`, and of the
-        precisions of all its galleries. Raises: BundleNotFoundError, BundleError.
+    def open(self, bundle_id: str, precision: str = "fp32") -> Backend:
+        """Start a bundle that can search vectors of `precision`, and of the precisions of all its
+        galleries. Raises: BundleNotFoundError, BundleError, SearchError.
         """
         if self._embedder is not None and bundle_id == self._embedder.bundle_id:
-            return self._embedder
+            workers = self._workers or self._started(None, self._session)
+            return Backend(self._embedder, workers, self._embedder.embed)
         session = self._session
         if session.precision == "auto":
             precisions = {precision, *self._precisions_of(bundle_id)}
             session = replace(session, galleries=frozenset(precisions))
-        return OnnxEmbedder.open(self.folder(bundle_id), session, self._limits)
+        bundle = Bundle.open(self.folder(bundle_id))
+        if session.device == "cuda":
+            embedder = OnnxEmbedder.open(bundle, session, self._limits)
+            if embedder.provider == PROVIDERS["cuda"]:
+                return Backend(embedder, self._started(None, session), embedder.embed)
+            session = replace(session, device="cpu")
+        if session.threads != 1:  # threads of OpenVINO do not survive a fork
+            if session.engine == "openvino":
+                raise ProviderError(
+                    f"OpenVINO runs with one thread in each worker (got threads = "
+                    f"{session.threads}). Set KINLENS_THREADS to 1, or use --engine onnxruntime."
+                )
+            session = replace(session, engine="onnxruntime")
+        workers = self._started(bundle, session)
+        choice = workers.choice
+        facts = BundleFacts(bundle, choice.provider, self._limits, choice.mode, choice.reason)
+        return Backend(facts, workers)
+
+    def _started(self, bundle: Bundle | None, session: SessionSettings) -> Workers:
+        settings = self._settings
+        timeout_s = settings.decode_timeout_ms / 1e3
+        server = ForkServer(settings.decode_memory_mb, timeout_s, bundle, session)
+        workers = Workers(server, timeout_s, settings.search_threads)
+        workers.start()
+        return workers
 
     def _precisions_of(self, bundle_id: str) -> set[str]:
         """The precisions of the galleries of a bundle; unreadable galleries are skipped."""

@@ -39,8 +39,15 @@ from kinlens.indexer.gallery import Gallery as IndexedGallery
 from kinlens.indexer.gallery import MilvusStore
 from kinlens.indexer.types import mismatch
 from kinlens.service.access.binding import Binding, of_caller
-from kinlens.service.concurrency import BoundedPool, DaemonThreads, KeyedThreads, too_late, within
-from kinlens.service.daemon_threads import begin_in_thread, in_thread
+from kinlens.service.concurrency import (
+    BoundedPool,
+    DaemonThreads,
+    KeyedThreads,
+    begin_in_thread,
+    in_thread,
+    too_late,
+    within,
+)
 from kinlens.service.encoding.model import Model, Models
 from kinlens.service.galleries.locations import (
     VERSION_DIGITS,
@@ -308,8 +315,8 @@ class Registry:
         self._closings: set[threading.Thread] = set()
         self._openers = DaemonThreads("gallery", _OPENERS, _LOCATION_S)
         self._remote = asyncio.Semaphore(_REMOTE_READS)
-        self._listing = KeyedThreads("galleries")
-        self._descriptions = KeyedThreads("description")
+        self._listing = KeyedThreads()
+        self._descriptions = KeyedThreads()
         self._watching: asyncio.Task[None] | None = None
         self._is_stopped = False
         self._opened: list[tuple[GalleryLocation, Opened]] = []
@@ -349,7 +356,7 @@ class Registry:
         all_served, self._served = self._served, {}
         for served in all_served.values():
             served.release()
-        await self._models.keep(())
+        await in_thread(self._models.close)
         await in_thread(self._join)
 
     @property

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 
 from kinlens.embedder.errors import (
     DeadlineExceededError,
@@ -14,9 +15,8 @@ from kinlens.embedder.errors import (
 )
 from kinlens.embedder.preprocess import MAX_SIDE_PX, ImageLimits
 from kinlens.indexer.images import ANY_SIZE
-from kinlens.service.concurrency import SingleFlight, within
+from kinlens.service.concurrency import SearchThreads, SingleFlight, within
 from kinlens.service.encoding.cache import LruCache
-from kinlens.service.encoding.threads import SearchThreads
 
 SIDES_PX = (160, 320, 480, 640)
 """Longest sides of the available thumbnails."""
@@ -35,15 +35,18 @@ class Renditions:
     def __init__(
         self,
         search_threads: SearchThreads,
+        render: Callable[[bytes, ImageLimits, int], bytes],
         limits: ImageLimits,
         at_once: int,
         waiting: int,
         limit_s: float,
     ) -> None:
-        """`limits` are the limits of uploads, except for bytes: the file is already stored.
-        `waiting` is the number of calls that may be queued.
+        """`render` makes a JPEG of at most some number of pixels a side, and may block. `limits`
+        are those of uploads, except for bytes: the file is already stored. `waiting` is the number
+        of calls that may be queued.
         """
         self._search_threads = search_threads
+        self._to_jpeg = render
         self._limits = replace(limits, max_bytes=ANY_SIZE.max_bytes)
         self._slots = asyncio.Semaphore(at_once)
         self._max_calls = at_once + waiting
@@ -81,7 +84,8 @@ class Renditions:
         try:
             async with self._slots:
                 data = await read()
-                jpeg = await self._search_threads.render(data, self._limits, side_px)
+                to_jpeg = partial(self._to_jpeg, data, self._limits, side_px)
+                jpeg = await self._search_threads.run(to_jpeg, bulk=True)
         except ImageCostError as error:
             now = time.monotonic()
             self._costly = {name: until for name, until in self._costly.items() if until > now}

@@ -17,8 +17,7 @@ from kinlens.embedder import errors
 from kinlens.models import Fault, Problem, Scope
 from kinlens.service.access import keys
 from kinlens.service.access.prefix import public_path
-from kinlens.service.concurrency import Recent
-from kinlens.service.daemon_threads import in_thread
+from kinlens.service.concurrency import Recent, in_thread
 from kinlens.service.http.bodies import JSON
 from kinlens.service.http.pages import Assets, Page
 from kinlens.service.http.rules import Extent, Route, rule

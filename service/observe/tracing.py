@@ -19,7 +19,7 @@ from fastapi.telemetry import TelemetryConfig
 from opentelemetry.trace import StatusCode, get_current_span, get_tracer, set_tracer_provider
 
 from kinlens.embedder.errors import KinlensError
-from kinlens.service.daemon_threads import in_thread
+from kinlens.service.concurrency import in_thread
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider

@@ -18,10 +18,8 @@ from kinlens.embedder.explain import Grid, shares
 from kinlens.embedder.types import SHORT, Embeddings
 from kinlens.indexer.images import ANY_SIZE
 from kinlens.indexer.types import combined_query
-from kinlens.service.concurrency import within
-from kinlens.service.encoding.decoders import Decoder
+from kinlens.service.concurrency import SearchThreads, within
 from kinlens.service.encoding.model import View
-from kinlens.service.encoding.threads import SearchThreads
 from kinlens.service.galleries.registry import Served
 from kinlens.service.search.pipeline import CancelToken
 from kinlens.service.search.query import Query
@@ -71,7 +69,7 @@ async def explain(
         cure = "Send fewer images and crops, or try again in a second."
         async with within(limit_s, "The explanation", cure):
             return await search_threads.run(
-                lambda decoder: _explained(decoder, served, query, image, cancel_token),
+                lambda: _explained(served, query, image, cancel_token),
                 after=served.release,
             )
     finally:
@@ -79,16 +77,16 @@ async def explain(
 
 
 def _explained(
-    decoder: Decoder, served: Served, query: Query, image: bytes, cancel_token: CancelToken
+    served: Served, query: Query, image: bytes, cancel_token: CancelToken
 ) -> Explanation:
     embedder, gallery = served.model.embedder, served.gallery
     cancel_token.check()
-    parts = embedder.maps(_decoded(decoder, served, image)[np.newaxis])[0]  # (D, h, w)
+    parts = embedder.maps(_decoded(served, image)[np.newaxis])[0]  # (D, h, w)
     hit = parts.sum(axis=(1, 2))
     liked, grids = [], []
     for view in query.views:  # one at a time, since a map is large
         cancel_token.check()
-        of_view = embedder.maps(served.model.encoder.decode(decoder, view)[np.newaxis])[0]
+        of_view = embedder.maps(served.model.encoder.decode(view)[np.newaxis])[0]
         liked.append(of_view.sum(axis=(1, 2)))
         grids.append(shares(of_view, hit))
     keys = [*query.positives, *query.negatives]
@@ -115,12 +113,12 @@ def _combined(liked: Embeddings, disliked: Embeddings) -> tuple[NDArray[np.float
     return vector, float(weights[0]) / len(liked)
 
 
-def _decoded(decoder: Decoder, served: Served, image: bytes) -> NDArray[np.uint8]:
+def _decoded(served: Served, image: bytes) -> NDArray[np.uint8]:
     """The pixels of an item's image, without the upload limit on bytes: it is stored already."""
     embedder = served.model.embedder
     limits = replace(embedder.limits, max_bytes=ANY_SIZE.max_bytes)
     try:
-        return decoder.decode(image, embedder.preprocessing, limits)
+        return served.model.encoder.workers.decode(image, embedder.preprocessing, limits)
     except ImageCostError as error:
         raise DeadlineExceededError(
             "Decoding the image of the item exceeded the limit of time or memory. Put the item "

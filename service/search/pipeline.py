@@ -31,11 +31,10 @@ from kinlens.indexer.calibration import Calibrated, Shares, choose
 from kinlens.indexer.gallery import Gallery as IndexedGallery
 from kinlens.indexer.gallery import MilvusStore
 from kinlens.indexer.types import Facet, Group, Item, SearchOptions, combined_query
-from kinlens.service.concurrency import DaemonThreads, too_late, within
+from kinlens.service.concurrency import DaemonThreads, SearchThreads, too_late, within
 from kinlens.service.encoding.cache import Cache, Lookup, answer_key
-from kinlens.service.encoding.decoders import Decoder, Vector
 from kinlens.service.encoding.model import Stages, View
-from kinlens.service.encoding.threads import SearchThreads
+from kinlens.service.encoding.workers import Vector
 from kinlens.service.galleries.locations import Gallery
 from kinlens.service.galleries.registry import Registry, Served
 from kinlens.service.galleries.view import GalleryView
@@ -177,7 +176,7 @@ class Pipeline:
         served.acquire()  # until the search thread is done, even if the client has disconnected
         try:
             return await self._search_threads.run(
-                lambda decoder: self._answer(decoder, served, query, cancel_token, started),
+                lambda: self._answer(served, query, cancel_token, started),
                 urgent=is_cached,
                 bulk=bulk,
                 after=served.release,
@@ -187,7 +186,6 @@ class Pipeline:
 
     def _answer(
         self,
-        decoder: Decoder,
         served: Served,
         query: Query,
         cancel_token: CancelToken,
@@ -209,7 +207,7 @@ class Pipeline:
         results, cached = self._cached(served, query, key, version)
         stages, is_cached = Stages(), results is not None
         if results is None:
-            vectors, stages = self._vectors(decoder, served, query, cached, cancel_token)
+            vectors, stages = self._vectors(served, query, cached, cancel_token)
             before = time.perf_counter()
             with served.reading(), span("search"):
                 found = find(served, query, vectors, calibrated, self._prior, cancel_token)
@@ -268,7 +266,6 @@ class Pipeline:
 
     def _vectors(
         self,
-        decoder: Decoder,
         served: Served,
         query: Query,
         cached: Sequence[Vector | None],
@@ -293,7 +290,7 @@ class Pipeline:
         missing = [view for view, vector in zip(query.views, cached, strict=True) if vector is None]
         if not missing:
             return [vector for vector in cached if vector is not None], Stages()
-        computed, stages = encoder.compute(decoder, missing, guard)
+        computed, stages = encoder.compute(missing, guard)
         cancel_token.check()
         rest = iter(computed)
         vectors = [next(rest) if vector is None else vector for vector in cached]

@@ -25,11 +25,10 @@ from PIL import Image
 
 from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.fake import FakeEmbedder
-from kinlens.service.app import create_app
 from kinlens.service.settings import Settings
 from tests.support.odd_images import claiming
 from tests.support.own_process import ROOT, OwnProcess, own_process
-from tests.support.servers import DEFAULTS, Running, run
+from tests.support.servers import DEFAULTS, Running, create_app, run
 from tests.support.shops import Shop, base64_of, make_gallery, start_shop
 from tests.tiny import encoded, photo
 

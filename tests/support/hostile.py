@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from kinlens.embedder.preprocess import ImageLimits
-from kinlens.service.encoding import decode_worker, sandbox
+from kinlens.service.encoding import sandbox, worker
 
 START = """
 from tests.support.hostile import take_over
 take_over({layers!r}, {fault!r})
-from kinlens.service.encoding.decode_worker import main
-main(arguments)
+from kinlens.service.encoding.fork_server import main
+main(*arguments)
 """
 """What a worker runs in place of its own start; its arguments are those of `take_over`."""
 
@@ -41,7 +41,7 @@ def take_over(layers: Sequence[str], fault: str) -> None:
 
     A `fault` is what the kernel has: `lacking` no layer, `foreign` other system calls.
     """
-    render, enter = decode_worker.render_jpeg, sandbox.enter
+    render, enter = worker.render_jpeg, sandbox.enter
 
     def taken_over(data: bytes, *options: Any) -> bytes:
         if not data.startswith(_ORDER):
@@ -53,8 +53,8 @@ def take_over(layers: Sequence[str], fault: str) -> None:
             return _JPEG + type(error).__name__.encode()
         return _JPEG + b"done"
 
-    decode_worker.render_jpeg = taken_over
-    decode_worker.enter = lambda rehearse: enter(rehearse, layers) if layers else []
+    worker.render_jpeg = taken_over
+    worker.enter = lambda rehearse: enter(rehearse, layers) if layers else []
     if fault == "lacking":
         sandbox.system_call = _lacking
     elif fault == "foreign":

@@ -35,9 +35,9 @@ from kinlens.service.access.rates import (
     SharedCounts,
     parse_rates,
 )
-from kinlens.service.encoding import decode_worker, decoders, fork_server, sandbox
+from kinlens.service.encoding import fork_server, sandbox, worker
 from kinlens.service.encoding.cache import LruCache
-from kinlens.service.encoding.decoders import NoProcessError, ProcessDecoder
+from kinlens.service.encoding.fork_server import ForkServer
 from kinlens.service.encoding.model import Batcher
 from kinlens.service.encoding.workers import Workers
 from kinlens.service.galleries.feedback import FeedbackStore, Question

@@ -1,5 +1,6 @@
 """A running service for tests: real uvicorn on a free port, a fake model, an exact fake gallery."""
 
+import functools
 import hashlib
 import shutil
 import signal
@@ -30,7 +31,9 @@ from kinlens.indexer.gallery import GalleryFacts
 from kinlens.indexer.ingest.build import build_gallery
 from kinlens.indexer.ingest.sources import folder_source
 from kinlens.indexer.types import Entry, Item, SearchOptions
-from kinlens.service.app import create_app
+from kinlens.service import app as service_app
+from kinlens.service.encoding.fork_server import ForkServer
+from kinlens.service.encoding.workers import Workers
 from kinlens.service.http.server import Server, config_of
 from kinlens.service.runtime import Runtime
 from kinlens.service.settings import Settings
@@ -42,9 +45,9 @@ WAIT_S = 20.0
 CREATED_AT = "2026-01-01T00:00:00+00:00"
 DEFAULTS: dict[str, Any] = {
     "search_threads": 2,
-    "decode_isolation": False,
     "ready_timeout_ms": 60_000,  # other work on the cores makes no service unready
 }
+_LIMITS = "decode_memory_mb", "decode_timeout_ms"
 STALLED = (
     b"POST /search HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5000\r\n"
     b"Content-Type: multipart/form-data; boundary=b\r\n\r\n--b\r\n"
@@ -221,6 +224,36 @@ class Running:
 
     def close(self) -> None:
         self._stack.close()
+
+
+class SharedWorkers(Workers):
+    """Workers that decode for every service of a test process with a given embedder."""
+
+    def close(self) -> None:
+        """Do nothing: they are used again, and end with the process."""
+
+
+@functools.cache
+def shared_workers() -> Workers:
+    workers = SharedWorkers(ForkServer(1024, WAIT_S), WAIT_S, 4)
+    workers.start()
+    return workers
+
+
+def create_app(
+    settings: Settings, embedder: Embedder | None = None, galleries: Any = None, **parts: Any
+) -> FastAPI:
+    """The product's, which decodes for a given embedder in workers that are already there, unless
+    the settings limit its workers.
+    """
+    if embedder is not None and not any(map(settings.model_fields_set.__contains__, _LIMITS)):
+        parts["workers"] = shared_workers()
+    return service_app.create_app(settings, embedder, galleries, **parts)
+
+
+def workers_of(service: "Running") -> Workers:
+    [workers] = service.runtime.models.workers()
+    return workers
 
 
 def run(app: FastAPI, **limits: int) -> Running:

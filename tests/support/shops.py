@@ -15,11 +15,10 @@ from kinlens.embedder.fake import FakeEmbedder
 from kinlens.embedder.session import Embedder
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.types import Entry
-from kinlens.service.app import create_app
 from kinlens.service.galleries.uploads import UploadFolder
 from kinlens.service.settings import Settings
 from tests.support.seams import GalleryExport, import_gallery
-from tests.support.servers import DEFAULTS, Running, run
+from tests.support.servers import DEFAULTS, Running, create_app, run
 
 PROBLEM = "application/problem+json"
 

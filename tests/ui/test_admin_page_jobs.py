@@ -8,11 +8,10 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from kinlens.embedder.bundle import Bundle
-from kinlens.service.app import create_app
 from tests.support.admin_page import fill_row, job, opening
 from tests.support.job_shops import JobShop
 from tests.support.page_browser import OpenPage, until
-from tests.support.servers import Running, run
+from tests.support.servers import Running, create_app, run
 
 pytestmark = pytest.mark.browser
 
@@ -29,7 +28,6 @@ def shop(
     made = JobShop(
         *(tmp_path_factory.mktemp("jobs"), tiny_bundle, make_tiny_bundle(seed=1)),
         reload_interval_ms=50,
-        decode_isolation=False,
         search_threads=1,
         request_timeout_ms=60_000,
         feedback="pairs",

@@ -23,11 +23,9 @@ from kinlens.embedder.preprocess import ImageLimits, preprocess
 from tests.support.hostile import START, attempt
 from tests.support.odd_images import FORMATS, colour_spaces
 from tests.support.own_process import children
-from tests.support.seams import ProcessDecoder, decoders, sandbox
-from tests.support.waiting import until
+from tests.support.seams import ForkServer, Workers, fork_server, sandbox
 from tests.tiny import encoded, photo
 
-LONG = bool(os.environ.get("KINLENS_LONG_TESTS"))
 SPEC = Preprocessing(resize_px=40, crop_px=32)
 LIMITS = ImageLimits()
 FDS = Path("/proc/self/fd")
@@ -36,20 +34,23 @@ GOOD = encoded(photo(1))
 
 @contextmanager
 def running(memory_mb: int = 1024, timeout_s: float = 30.0) -> Iterator[Any]:
-    decoder = ProcessDecoder(memory_mb, timeout_s)
-    decoder.start()
+    """Workers that only decode; a test uses one at a time."""
+    workers = Workers(ForkServer(memory_mb, timeout_s), timeout_s, 4)
+    workers.start()
     try:
-        yield decoder
+        yield workers
     finally:
-        decoder.close()
+        workers.close()
 
 
-def state(pid: int) -> str:
-    """That of a process: R runs, S sleeps, Z has ended; nothing if it is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
+def pid_of(workers: Any) -> int:
+    [pid] = workers.pids
+    return int(pid)
+
+
+def server_of(workers: Any) -> int:
+    [server] = [pid for pid in children() if pid_of(workers) in children(pid)]
+    return server
 
 
 def assert_decodes(decoder: Any, kinds: Sequence[str] = ("JPEG",)) -> None:
@@ -98,20 +99,14 @@ def test_pixels_and_errors_equal_a_direct_call() -> None:
         assert (decoder.restarts, decoder.kills) == (0, 0)
 
 
-def test_many_kills_leave_no_zombie_and_no_file_descriptor() -> None:
-    """Most are killed while they start, which is quick; some once they wait for an image."""
+def test_200_kills_leave_no_zombie_and_no_file_descriptor() -> None:
     before = len(list(FDS.iterdir()))
     with running() as decoder:
-        for number in range(200 if LONG else 7):
-            if number % 6 == 0:
-                assert_decodes(decoder)
-            os.kill(decoder.pid, signal.SIGKILL)
-            until(lambda pid=decoder.pid: state(pid) == "Z")
-            decoder.close()
-            decoder = ProcessDecoder(1024, 30)
-            decoder.start()
-        assert_decodes(decoder)
-        decoder.close()
+        for _ in range(200):
+            os.kill(pid_of(decoder), signal.SIGKILL)
+            assert_decodes(decoder)
+        assert decoder.restarts == 200
+        assert children(server_of(decoder)) == {pid_of(decoder)}
     assert len(list(FDS.iterdir())) <= before
 
 
@@ -123,7 +118,7 @@ def test_a_process_inherits_no_secret_socket_or_file(monkeypatch, tmp_path) -> N
         os.set_inheritable(own.fileno(), True)
         with running() as decoder:
             assert_decodes(decoder)
-            process = Path(f"/proc/{decoder.pid}")
+            process = Path(f"/proc/{pid_of(decoder)}")
             environment = (process / "environ").read_bytes()
             command = (process / "cmdline").read_bytes()
             links = [str(link.readlink()) for link in (process / "fd").iterdir()]
@@ -134,7 +129,8 @@ def test_a_process_inherits_no_secret_socket_or_file(monkeypatch, tmp_path) -> N
     assert b"KINLENS" not in environment
     assert b"OPENBLAS_NUM_THREADS=1" in environment
     assert sorted(link.split(":")[0] for link in links) == ["/dev/null"] * 3 + ["socket"]
-    assert f"Max address space         {2**30}" in limits
+    [most] = re.findall(r"Max address space +(\d+)", limits)
+    assert 2**30 < int(most) < 2**31, "that of the fork server, and 1,024 MB"
     assert "Max core file size        0" in limits
     assert "Max file size             0" in limits
     assert threads == 1
@@ -166,7 +162,7 @@ def hostile(
     monkeypatch: Any, layers: Sequence[str] = ALL, fault: str = "", restarts: int = 0
 ) -> Iterator[Any]:
     """A hostile worker in these layers."""
-    monkeypatch.setattr(decoders, "_CODE", START.format(layers=tuple(layers), fault=fault))
+    monkeypatch.setattr(fork_server, "CODE", START.format(layers=tuple(layers), fault=fault))
     with running() as decoder:
         assert_decodes(decoder)
         yield decoder
@@ -209,8 +205,8 @@ def test_a_replacement_enters_the_same_layers(monkeypatch, attempts, tmp_path) -
         if not any(layer.holds for layer in layers):
             pytest.skip(f"this kernel has no layer: {layers[0].absence}")
         code = START.format(layers=(), fault="")  # none if it were rehearsed
-        monkeypatch.setattr(decoders, "_CODE", code)
-        os.kill(decoder.pid, signal.SIGKILL)
+        monkeypatch.setattr(fork_server, "CODE", code)
+        os.kill(server_of(decoder), signal.SIGKILL)
         assert_decodes(decoder)
         assert attempt(decoder, "read", str(tmp_path / "keys.json")) == "PermissionError"
         assert decoder.layers == layers

@@ -15,12 +15,11 @@ from fastapi.testclient import TestClient
 
 from kinlens.embedder.errors import StateError
 from kinlens.embedder.fake import FakeEmbedder
-from kinlens.service.app import create_app
 from kinlens.service.settings import Settings
 from tests.support.own_process import own_process
 from tests.support.routes import FREE, RIGHTS, rights_of
 from tests.support.seams import KeyStore, Route
-from tests.support.servers import DEFAULTS, Running, run
+from tests.support.servers import DEFAULTS, Running, create_app, run
 from tests.tiny import encoded, photo
 
 ORDER = (FREE, "search", "write", "admin")

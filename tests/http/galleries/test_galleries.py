@@ -11,16 +11,15 @@ from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.engines.models import SessionSettings
 from kinlens.embedder.errors import BundleMismatchError
 from kinlens.embedder.fake import FakeEmbedder
-from kinlens.embedder.session import OnnxEmbedder
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.ingest.build import build_gallery
 from kinlens.indexer.ingest.sources import folder_source
-from kinlens.service.app import create_app
 from kinlens.service.runtime import build_runtime
 from kinlens.service.settings import Settings
 from tests.embedder.bundles import write_full_bundle
 from tests.support.fake_gpu import fake_gpu
-from tests.support.servers import DEFAULTS, run
+from tests.support.seams import ForkServer
+from tests.support.servers import DEFAULTS, create_app, run
 from tests.support.shops import Shop, assert_problem, make_gallery, start_shop
 from tests.support.waiting import until
 from tests.tiny import encoded, photo
@@ -229,13 +228,12 @@ def test_a_precision_that_was_never_compared_is_refused(tiny_bundle, tmp_path) -
 def test_auto_considers_the_precisions_of_all_galleries(tiny_bundle, tmp_path, monkeypatch) -> None:
     bundle = write_full_bundle(tiny_bundle, tmp_path)
     asked: list[SessionSettings] = []
-    real = OnnxEmbedder.open
 
-    def opened(path: Path, session: SessionSettings, *rest: object) -> OnnxEmbedder:
-        asked.append(session)
-        return real(path, SessionSettings(), *rest)
+    def fork_server(*limits: Any) -> ForkServer:
+        asked.append(limits[-1])
+        return ForkServer(*limits[:-1], SessionSettings())
 
-    monkeypatch.setattr(OnnxEmbedder, "open", opened)
+    monkeypatch.setattr("kinlens.service.galleries.locations.ForkServer", fork_server)
     galleries = [made(tmp_path, bundle, one) for one in ("fp32", "int8")]
     build_runtime(settings(bundle, *galleries, precision="auto"))
     assert [one.precision for one in asked] == ["auto"]

@@ -15,11 +15,10 @@ from kinlens.embedder.fake import FakeEmbedder
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.ingest.build import build_gallery
 from kinlens.indexer.ingest.sources import folder_source
-from kinlens.service.app import create_app
 from kinlens.service.settings import Settings
 from tests.support.own_process import ROOT
 from tests.support.seams import publish
-from tests.support.servers import DEFAULTS, Running, run
+from tests.support.servers import DEFAULTS, Running, create_app, run
 from tests.support.shops import Shop, start_shop
 from tests.support.waiting import repeating, until
 from tests.tiny import encoded, photo

@@ -13,11 +13,10 @@ from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.fake import FakeEmbedder
 from kinlens.embedder.session import OnnxEmbedder
 from kinlens.service.__main__ import app as command
-from kinlens.service.app import create_app
 from kinlens.service.settings import Settings
 from tests.support.milvus_server import MilvusServer, started_server
 from tests.support.seams import KeyStore, Limits, MilvusStore
-from tests.support.servers import DEFAULTS, run
+from tests.support.servers import DEFAULTS, create_app, run
 from tests.support.shops import Shop, assert_problem
 
 pytestmark = pytest.mark.milvus

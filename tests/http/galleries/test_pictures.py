@@ -1,6 +1,5 @@
 """The images of items: found by id or refused; small ones made in the decoding processes."""
 
-import asyncio
 import http.client
 import io
 import json
@@ -19,7 +18,7 @@ from kinlens.embedder.preprocess import MAX_SIDE_PX
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.ingest.build import build_gallery
 from kinlens.indexer.ingest.sources import folder_source
-from tests.support.servers import Running
+from tests.support.servers import Running, workers_of
 from tests.support.shops import PROBLEM, assert_problem, make_gallery, start_shop
 from tests.tiny import encoded, photo
 
@@ -229,23 +228,23 @@ def test_a_lost_upload_is_404_until_it_is_put_again(shop, data) -> None:
 
 
 def test_an_image_is_converted_once_outside_the_service(tmp_path, monkeypatch, closes) -> None:
-    """One at a time with two search threads, in a decoding process."""
-    shop = closes(start_shop(tmp_path, decode_isolation=True))
-    threads = shop.running.runtime.search_threads
-    render, now, made = threads.render, 0, 0
+    """One at a time with two search threads, in a worker."""
+    shop = closes(start_shop(tmp_path))
+    workers = workers_of(shop.running)
+    render, now, made = workers.render, 0, 0
 
-    async def counted(*arguments: Any) -> bytes:
+    def counted(*arguments: Any) -> bytes:
         nonlocal now, made
         now, made = now + 1, made + 1
         assert now == 1
-        await asyncio.sleep(0.02)
+        jpeg = render(*arguments)
         now -= 1
-        return await render(*arguments)
+        return jpeg
 
     def forbidden(*_: Any, **__: Any) -> None:
         raise AssertionError("decoded in the service")
 
-    monkeypatch.setattr(threads, "render", counted)
+    monkeypatch.setattr(workers, "render", counted)
     for module in ("kinlens.embedder.preprocess", "kinlens.indexer.images"):
         monkeypatch.setattr(f"{module}.decode", forbidden)
     shop.put({f"{n}": encoded(photo(n, (3000, 400)), "TIFF") for n in range(3)})

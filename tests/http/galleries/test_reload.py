@@ -18,10 +18,10 @@ from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.fake import FakeEmbedder
 from kinlens.embedder.session import OnnxEmbedder
 from kinlens.indexer.gallery import Gallery
-from kinlens.service.app import create_app
 from kinlens.service.galleries.locations import GalleryLocation
 from kinlens.service.settings import Settings
-from tests.support.servers import DEFAULTS, Running, run
+from tests.support.seams import Workers
+from tests.support.servers import DEFAULTS, Running, create_app, run, workers_of
 from tests.support.shops import assert_problem, publish_photos, start_shop
 from tests.support.waiting import repeating, until
 from tests.tiny import encoded, photo
@@ -197,17 +197,17 @@ def test_a_search_keeps_its_gallery_open(shop, bundles, monkeypatch) -> None:
 
 
 def test_a_model_is_warm_before_its_gallery_is_served(shop, bundles, monkeypatch) -> None:
-    entered, gate, embed = threading.Event(), threading.Event(), OnnxEmbedder.embed
+    entered, gate, embed = threading.Event(), threading.Event(), Workers.embed
+    first = workers_of(shop.service)
 
-    def held(embedder: OnnxEmbedder, images: Any) -> Any:
-        ours = any(embedder is own for own in shop.embedders.values())  # they make the gallery
-        if embedder.bundle_id == bundles[1].bundle_id and not ours and not gate.is_set():
+    def held(workers: Workers, *arguments: Any) -> Any:
+        if workers is not first and not gate.is_set():
             entered.set()
             assert gate.wait(WAIT_S)
-        return embed(embedder, images)
+        return embed(workers, *arguments)
 
     before = served(shop)
-    monkeypatch.setattr(OnnxEmbedder, "embed", held)  # before the service can look
+    monkeypatch.setattr(Workers, "embed", held)  # before the service can look
     new = shop.publish(1, bundles[1].bundle_id)
     assert entered.wait(WAIT_S)
     assert served(shop) == before
@@ -353,7 +353,7 @@ def test_hung_threads_do_not_block_others(start_service, hung, gallery, path: st
     until(lambda: ask().status_code == 200)
     for number in range(3):  # as many search threads as before
         assert service.search(IMAGES[number], gallery="shop").status_code == 200
-    assert service.runtime.search_threads.is_uncontended
+    assert service.runtime.search_threads.waiting == 0
 
 
 def test_a_gallery_that_hangs_is_unavailable(start_service, hung, gallery, monkeypatch) -> None:

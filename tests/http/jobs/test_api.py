@@ -20,12 +20,11 @@ from kinlens.embedder.session import OnnxEmbedder
 from kinlens.indexer.ingest.build import BuildSettings, build_gallery
 from kinlens.indexer.ingest.sources import csv_source
 from kinlens.models import JobModel
-from kinlens.service.app import create_app
 from kinlens.service.jobs import params
 from kinlens.service.settings import Settings
 from tests.support.job_shops import JobShop, processes_of
 from tests.support.seams import store_bundle
-from tests.support.servers import Running, run
+from tests.support.servers import Running, create_app, run
 from tests.support.waiting import repeating, until
 
 
@@ -55,7 +54,6 @@ def shop(
         *(tmp_path_factory.mktemp("jobs"), tiny_bundle, new_bundle),
         anonymous_scopes=("admin",),
         reload_interval_ms=50,
-        decode_isolation=False,
         search_threads=1,
         request_timeout_ms=60_000,
     )

@@ -17,16 +17,22 @@ import pytest
 
 from kinlens.embedder.errors import DeadlineExceededError
 from kinlens.indexer.types import SearchOptions
-from kinlens.service.app import create_app
 from kinlens.service.settings import Settings
 from tests.support.seams import Batcher, LruCache
-from tests.support.servers import DEFAULTS, FakeGallery, GatedEmbedder, Running, run
+from tests.support.servers import (
+    DEFAULTS,
+    FakeGallery,
+    GatedEmbedder,
+    Running,
+    create_app,
+    run,
+    workers_of,
+)
 from tests.support.shops import assert_problem
 from tests.support.waiting import until
 from tests.tiny import encoded, photo
 
 SLOW_LIMITS: dict[str, Any] = {
-    "decode_isolation": True,
     "decode_timeout_ms": 60_000,
     "request_timeout_ms": 60_000,
 }
@@ -62,7 +68,7 @@ def decoding(service: Running) -> set[int]:
             return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
         return 0
 
-    return {pid for pid in service.runtime.search_threads.pids if resident_bytes(pid) > 150e6}
+    return {pid for pid in workers_of(service).pids if resident_bytes(pid) > 150e6}
 
 
 def stop_one(service: Running, but: set[int]) -> int:
@@ -99,7 +105,7 @@ def isolated(slow: Running) -> Iterator[Running]:
         until(lambda gauge=gauge: slow.metric(gauge) == 0)
     until(lambda: not decoding(slow))
     assert slow.client.get("/ready").status_code == 200
-    assert slow.metric("kinlens_decoder_restarts") == slow.runtime.search_threads.restarts
+    assert slow.metric("kinlens_decoder_restarts") == workers_of(slow).restarts
 
 
 def test_24_clients_are_answered_while_8_leave_mid_batch(isolated, gated, photos) -> None:
@@ -118,19 +124,19 @@ def test_24_clients_are_answered_while_8_leave_mid_batch(isolated, gated, photos
 
 
 def test_one_truncated_jpeg_among_31_good_ones_fails_alone(isolated, photos) -> None:
-    before = isolated.runtime.search_threads.pids
+    before = workers_of(isolated).pids
     uploads = [new(photos[n % 12]) for n in range(31)]
     uploads.insert(16, encoded(photo(1), "JPEG")[:-100])
     with ThreadPoolExecutor(32) as clients:
         responses = list(clients.map(isolated.search, uploads))
     assert_problem(responses.pop(16), 422, "corrupt-image")
     assert first_hits(responses) == [n % 12 for n in range(31)]
-    assert isolated.runtime.search_threads.pids == before
+    assert workers_of(isolated).pids == before
 
 
 @pytest.mark.parametrize("deaths", [1, 2])
 def test_a_killed_process_is_retried_once(isolated, photos, heavy, deaths: int) -> None:
-    before, killed = isolated.runtime.search_threads.restarts, set()
+    before, killed = workers_of(isolated).restarts, set()
     with ThreadPoolExecutor(13) as clients:
         doomed = clients.submit(isolated.search, new(heavy))
         for _ in range(deaths):
@@ -143,7 +149,7 @@ def test_a_killed_process_is_retried_once(isolated, photos, heavy, deaths: int) 
             assert doomed.result().status_code == 200
         else:
             assert_problem(doomed.result(), 422, "image-too-costly")
-    assert isolated.runtime.search_threads.restarts == before + deaths
+    assert workers_of(isolated).restarts == before + deaths
 
 
 @pytest.mark.parametrize(
@@ -157,7 +163,7 @@ def test_a_costly_image_fails_alone(start_service, photos, heavy, limit, message
         others = [clients.submit(service.search, data) for data in photos]
         assert message in assert_problem(large.result(), 422, "image-too-costly")["detail"]
         assert first_hits(other.result() for other in others) == list(range(12))
-    assert service.runtime.search_threads.kills == service.runtime.search_threads.restarts >= 1
+    assert workers_of(service).kills == workers_of(service).restarts >= 1
 
 
 def test_a_client_that_leaves_the_queue_costs_no_inference(start_service, embedder, photos) -> None:

@@ -10,13 +10,12 @@ from urllib.parse import urljoin
 import pytest
 import structlog
 
-from kinlens.service.app import create_app
 from kinlens.service.http.bodies import bounds_of
 from kinlens.service.http.server import config_of
 from kinlens.service.settings import Settings
 from tests.support.proxies import CADDY, HOST, NGINX, Proxy, started
 from tests.support.routes import FREE, RIGHTS
-from tests.support.servers import DEFAULTS, FakeGallery, GatedEmbedder, Running, run
+from tests.support.servers import DEFAULTS, FakeGallery, GatedEmbedder, Running, create_app, run
 from tests.support.waiting import until
 
 OPERATOR, CUSTOMER = "127.0.0.1", "127.0.0.9"

@@ -57,7 +57,6 @@ def test_a_rolling_restart_loses_no_request(tiny_settings, tmp_path) -> None:
     settings = tiny_settings | {
         "drain_s": DRAIN_S,
         "search_threads": 2,
-        "decode_isolation": False,
         "trusted_proxies": "127.0.0.1",
         "allowed_hosts": f"{HOST},127.0.0.1",
     }

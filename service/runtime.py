@@ -20,7 +20,6 @@ from kinlens.service.access.keys import KeyStore, open_keys
 from kinlens.service.concurrency import BoundedPool, SearchThreads, in_thread, within
 from kinlens.service.encoding.cache import Cache, LruCache
 from kinlens.service.encoding.model import Backend, Encoder, Models
-from kinlens.service.encoding.redis_cache import RedisStore
 from kinlens.service.encoding.sandbox import Layer, absences, holding
 from kinlens.service.encoding.workers import Workers
 from kinlens.service.galleries.feedback import FeedbackStore, open_feedback
@@ -36,6 +35,7 @@ from kinlens.service.jobs.manager import JobManager
 from kinlens.service.observe.logs import Repeats
 from kinlens.service.observe.metrics import Metrics
 from kinlens.service.observer import Observer, publish
+from kinlens.service.redis import SharedRedis
 from kinlens.service.search.pipeline import Pipeline, RecallSampler
 from kinlens.service.settings import Settings
 
@@ -57,6 +57,7 @@ class Runtime:
     models: Models
     metrics: Metrics
     cache: Cache
+    redis: SharedRedis | None
     pools: Mapping[str, BoundedPool]
     search_threads: SearchThreads
     renditions: Renditions
@@ -85,8 +86,9 @@ class Runtime:
         return self.registry.model.embedder
 
     async def start(self) -> None:
-        """Connect the cache, warm up the models, open the galleries and start background work."""
-        await in_thread(self.cache.start)
+        """Connect to Redis, warm up the models, open the galleries and start background work."""
+        if self.redis is not None:
+            await self.redis.start()
         await self.registry.start(self.settings.reload_interval_ms / 1e3)
         _log_sandbox(self.registry.model.encoder.workers.layers)
         if self.sweeper is not None:
@@ -155,7 +157,9 @@ class Runtime:
         async with AsyncExitStack() as ending:  # runs every step, even if others fail
             if self.feedback is not None:
                 close(self.feedback.close)
-            close(self.cache.close, *(pool.close for pool in self.pools.values()))
+            if self.redis is not None:
+                ending.push_async_callback(self.redis.close)
+            close(*(pool.close for pool in self.pools.values()))
             close(self.search_threads.close)
             close(self.sampler.close)
             ending.push_async_callback(self.registry.stop)
@@ -179,7 +183,8 @@ def build_runtime(
     Raises: BundleError, GalleryError.
     """
     metrics = Metrics()
-    cache = cache or create_cache(settings)
+    redis = open_redis(settings)
+    cache = cache or Cache(LruCache(settings.cache_max_entries, settings.cache_max_bytes), redis)
     cache.observe(metrics.observe_lookup)
     limit_s = settings.request_timeout_ms / 1e3
     pools = _create_pools(settings)
@@ -209,6 +214,7 @@ def build_runtime(
         models=models,
         metrics=metrics,
         cache=cache,
+        redis=redis,
         pools=pools,
         search_threads=search_threads,
         renditions=_create_renditions(settings, search_threads, models),
@@ -332,16 +338,13 @@ def _is_folder(path: Path) -> bool:
     return False
 
 
-def create_cache(settings: Settings) -> Cache:
-    """Create the cache, with Redis as a second level if it is configured."""
-    local = LruCache(settings.cache_max_entries, settings.cache_max_bytes)
+def open_redis(settings: Settings) -> SharedRedis | None:
+    """The Redis of the settings, not connected yet."""
     if settings.redis_url is None:
-        return Cache(local)
-    remote = RedisStore(
+        return None
+    return SharedRedis(
         settings.redis_url.get_secret_value(),
         timeout_s=settings.redis_timeout_ms / 1e3,
-        retry_s=settings.redis_retry_ms / 1e3,
         ttl_s=settings.redis_ttl_s,
-        max_value_bytes=settings.redis_max_value_bytes,
+        connections=settings.redis_connections,
     )
-    return Cache(local, remote)

@@ -376,14 +376,10 @@ class Settings(BaseSettings):
     """Second cache level and shared rates: `redis://HOST:PORT/0`, `rediss://` or `unix://`."""
     redis_timeout_ms: int = Field(default=50, ge=1)
     """Total time that one request waits for Redis, for rates and caches together."""
-    redis_retry_ms: int = Field(default=1_000, ge=1)
-    """How often to retry an unavailable Redis."""
     redis_ttl_s: int = Field(default=86_400, ge=1)
     """Lifetime of a value in Redis."""
-    redis_max_value_bytes: int = Field(default=2**20, ge=1)
-    """Larger values are not written to Redis."""
     redis_connections: int = Field(default=16, ge=1)
-    """Redis connections for rates; the cache has one per search thread and one more."""
+    """Redis connections, for rates and caches together."""
 
     milvus_token: SecretStr | None = None
     """Token of the Milvus servers: `USER:PASSWORD` or an API key."""

@@ -21,24 +21,12 @@ import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import structlog
-from redis.asyncio import Redis
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from kinlens.embedder.errors import RateLimitedError
-from kinlens.service.observe.logs import Repeats
-from kinlens.service.redis import (
-    FAIR_SHARE,
-    RATE_PREFIX,
-    RATE_SCRIPT,
-    address_of,
-    bounded_pool,
-    reason_of,
-    request_budget,
-)
+from kinlens.service.redis import RATE_PREFIX, SharedRedis
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -235,65 +223,6 @@ class LocalCounts:
             self._sweep_above = max(_SWEEP_ABOVE, 2 * len(self._paid_at_us))
 
 
-class SharedCounts:
-    """Counters in Redis, shared by all processes, with the clock of Redis.
-
-    A call is one round trip. It waits at most `timeout_s`, minus the time that its request has
-    already waited for Redis. After a failed call, Redis is not called for `retry_s`.
-    """
-
-    def __init__(self, url: str, *, timeout_s: float, retry_s: float, connections: int) -> None:
-        self._client = Redis.from_pool(bounded_pool(url, timeout_s, connections))
-        self._script: Any = self._client.register_script(RATE_SCRIPT)
-        self._address = address_of(url)
-        self._timeout_s = timeout_s
-        self._retry_s = retry_s
-        self._closed_until = -math.inf
-        self._failures = Repeats()
-
-    async def hit(
-        self, rates: Sequence[Rate], kind: str, caller: str, charge: Charge
-    ) -> list[Debt] | None:
-        """Count a charge against each rate; None if Redis does not answer, for any reason."""
-        budget = request_budget(self._timeout_s)
-        given_s = budget.remaining_s
-        if time.monotonic() < self._closed_until or not given_s:
-            return None
-        names = [f"{RATE_PREFIX}:{kind}:{caller}:{rate.amount}/{rate.period_s}" for rate in rates]
-        numbers = [number for rate in rates for number in (rate.interval_us, rate.amount)]
-        try:
-            async with budget.wait():
-                args = [*numbers, charge.units, charge.must_fit]
-                results = await self._script(keys=names, args=args)
-                return [(bool(fits), owed) for fits, owed in results]
-        except TimeoutError as error:
-            if given_s >= FAIR_SHARE * self._timeout_s:
-                self._fail(error)
-        except Exception as error:
-            # For any error of the client, the request is counted in this process instead.
-            self._fail(error)
-        return None
-
-    async def close(self) -> None:
-        """Disconnect."""
-        await self._client.aclose()
-
-    def _fail(self, error: Exception) -> None:
-        """Do not call Redis for a while."""
-        if time.monotonic() >= self._closed_until:
-            self._failures.add()
-        times = self._failures.due()
-        if times:
-            structlog.get_logger().warning(
-                "redis counts no rates",
-                address=self._address,
-                error=type(error).__name__,
-                detail=reason_of(error),
-                times=times,
-            )
-        self._closed_until = time.monotonic() + self._retry_s
-
-
 class RateLimits:
     """Counts the requests of each kind of caller against its rates.
 
@@ -303,7 +232,7 @@ class RateLimits:
     def __init__(
         self,
         rates: Mapping[str, str],
-        shared: SharedCounts | None = None,
+        shared: SharedRedis | None = None,
         local: LocalCounts | None = None,
     ) -> None:
         self._rates = {kind: parse_rates(text) for kind, text in rates.items()}
@@ -321,18 +250,22 @@ class RateLimits:
         rates = self._rates.get(kind, ()) if rates is None else rates
         if not rates:
             return RateVerdict()
-        debts = (
-            None if self._shared is None else await self._shared.hit(rates, kind, caller, charge)
-        )
+        debts = await self._shared_hit(rates, kind, caller, charge)
         if debts is None:
             debts = self._local.hit(rates, kind, caller, charge)
         verdicts = [_verdict(rate, *each) for rate, each in zip(rates, debts, strict=True)]
         return min(verdicts, key=lambda v: (v.allowed, v.remaining, -v.retry_after_s))
 
-    async def close(self) -> None:
-        """Disconnect."""
-        if self._shared is not None:
-            await self._shared.close()
+    async def _shared_hit(
+        self, rates: Sequence[Rate], kind: str, caller: str, charge: Charge
+    ) -> list[Debt] | None:
+        """Count a charge in Redis; None if it does not answer, or there is none."""
+        if self._shared is None:
+            return None
+        names = [f"{RATE_PREFIX}:{kind}:{caller}:{rate.amount}/{rate.period_s}" for rate in rates]
+        numbers = [number for rate in rates for number in (rate.interval_us, rate.amount)]
+        debts = await self._shared.count(names, [*numbers, charge.units, charge.must_fit])
+        return None if debts is None else [(bool(fits), owed) for fits, owed in debts]
 
 
 class Account:

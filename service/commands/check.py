@@ -1,5 +1,6 @@
 """`kinlens-serve check`: try each part of a service separately, and show what to do for faults."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -12,9 +13,6 @@ from typing import Annotated, Any, Literal, ParamSpec
 
 import typer
 from pydantic import ValidationError
-from redis import Redis
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -29,7 +27,7 @@ from kinlens.service.commands.settings import unknown_variables
 from kinlens.service.encoding.sandbox import absences, holding
 from kinlens.service.galleries.locations import Bundles, Gallery, Locations, open_gallery
 from kinlens.service.http.server import listen
-from kinlens.service.redis import address_of, probe, reason_of, refusal_text
+from kinlens.service.redis import fault_at
 from kinlens.service.runtime import missing_image_roots
 from kinlens.service.settings import ANY_HOST, Settings
 
@@ -196,23 +194,8 @@ def _redis(settings: Settings) -> Finding:
     if settings.redis_url is None:
         return Finding("redis", "ok", "not used")
     timeout_s = max(1.0, settings.redis_timeout_ms / 1e3)
-    address = address_of(settings.redis_url.get_secret_value())
-    try:
-        with Redis.from_url(
-            settings.redis_url.get_secret_value(),
-            socket_timeout=timeout_s,
-            socket_connect_timeout=timeout_s,
-            retry=Retry(NoBackoff(), 0),
-            protocol=2,
-        ) as client:
-            faults = probe(client)
-    except Exception as error:
-        # The message may contain the URL with its password.
-        text = f"Redis does not answer ({type(error).__name__}); the service works without it. "
-        return Finding("redis", "warning", f"{address}: {text}{reason_of(error)}")
-    if faults:
-        return Finding("redis", "warning", f"{address}: {refusal_text(faults)}")
-    return Finding("redis", "ok", "answers")
+    fault = asyncio.run(fault_at(settings.redis_url.get_secret_value(), timeout_s))
+    return Finding("redis", "warning", fault) if fault else Finding("redis", "ok", "answers")
 
 
 def _port(settings: Settings) -> str:

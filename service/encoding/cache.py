@@ -7,7 +7,6 @@ was computed from, so no entry ever has to be invalidated:
     answers      bundle_id + engine and precision + gallery + its generation + digest of the query
 """
 
-import hashlib
 import math
 import threading
 from collections import OrderedDict
@@ -21,14 +20,13 @@ from numpy.typing import NDArray
 
 from kinlens.embedder.manifest import Mode
 from kinlens.embedder.preprocess import Box
-from kinlens.service.encoding.redis_cache import RedisStore
 from kinlens.service.observe.metrics import CacheKind, Level
 from kinlens.service.observe.tracing import span
+from kinlens.service.redis import SharedRedis
 
 T = TypeVar("T")
 
-_PREFIX = "kinlens:3"
-_SEAL_BYTES = 16
+_PREFIX = "kinlens:4"
 _UNIT_TOLERANCE = 1e-2
 
 
@@ -87,7 +85,7 @@ class LruCache:
 class Cache:
     """Looks in `local`, then in `remote`; a value that does not decode counts as a miss."""
 
-    def __init__(self, local: LruCache, remote: RedisStore | None = None) -> None:
+    def __init__(self, local: LruCache, remote: SharedRedis | None = None) -> None:
         self._local = local
         self._remote = remote
         self._observe: Callable[[CacheKind, Level], None] = lambda _kind, _level: None
@@ -110,16 +108,6 @@ class Cache:
     def observe(self, callback: Callable[[CacheKind, Level], None]) -> None:
         """Call `callback` with the kind and level of each lookup."""
         self._observe = callback
-
-    def start(self) -> None:
-        """Connect; an unreachable remote level is not an error."""
-        if self._remote is not None:
-            self._remote.start()
-
-    def close(self) -> None:
-        """Finish queued writes, and disconnect."""
-        if self._remote is not None:
-            self._remote.close()
 
     def has(self, key: str) -> bool:
         """Whether the cache of this process has a value."""
@@ -147,23 +135,22 @@ class Cache:
             return values
         keys = [lookups[index].key for index in missing]
         with span("cache"):
-            sealed = [None] * len(keys) if self._remote is None else self._remote.get(keys)
-        for index, found in zip(missing, sealed, strict=True):
-            values[index] = self._unsealed(lookups[index], found)
+            payloads = [None] * len(keys) if self._remote is None else self._remote.get(keys)
+        for index, payload in zip(missing, payloads, strict=True):
+            values[index] = self._checked(lookups[index], payload)
         return values
 
     def set(self, key: str, payload: bytes) -> None:
         """Store a value in both levels; the remote write runs in the background."""
         self._local.set(key, payload)
         if self._remote is not None:
-            self._remote.set(key, seal(key, payload))
+            self._remote.set(key, payload)
 
-    def _unsealed(self, lookup: Lookup[T], sealed: bytes | None) -> T | None:
-        if sealed is None:
+    def _checked(self, lookup: Lookup[T], payload: bytes | None) -> T | None:
+        if payload is None:
             self._observe(lookup.kind, "miss")
             return None
         try:
-            payload = unseal(lookup.key, sealed)
             value = lookup.decode(payload)
         except ValueError:
             self._observe(lookup.kind, "invalid")
@@ -192,19 +179,6 @@ def answer_key(bundle_id: str, mode: Mode, gallery: str, generation: str, digest
     return f"{_PREFIX}:a:{bundle_id}:{mode.key}:{name}:{generation}:{digest}"
 
 
-def seal(key: str, payload: bytes) -> bytes:
-    """Prefix a payload with a digest of key and payload, so it is valid only under its own key."""
-    return _digest(key, payload) + payload
-
-
-def unseal(key: str, sealed: bytes) -> bytes:
-    """The payload of a sealed value. Raises: ValueError for another key or a changed payload."""
-    digest, payload = sealed[:_SEAL_BYTES], sealed[_SEAL_BYTES:]
-    if digest != _digest(key, payload):
-        raise ValueError("the digest of the cached value does not match")
-    return payload
-
-
 def encode_vector(vector: NDArray[np.float32]) -> bytes:
     """A vector (D,) as little-endian float32."""
     return vector.astype("<f4").tobytes()
@@ -221,10 +195,3 @@ def decode_vector(payload: bytes, dim: int) -> NDArray[np.float32]:
     if not math.isclose(float(np.linalg.norm(vector)), 1.0, abs_tol=_UNIT_TOLERANCE):
         raise ValueError("the vector is not of unit norm")
     return vector
-
-
-def _digest(key: str, payload: bytes) -> bytes:
-    digest = hashlib.blake2b(key.encode(), digest_size=_SEAL_BYTES)
-    digest.update(b"\0")
-    digest.update(payload)
-    return digest.digest()

@@ -40,11 +40,12 @@ from kinlens.service.access import keys
 from kinlens.service.access.audit import AuditLog, Change, warn
 from kinlens.service.access.binding import calling
 from kinlens.service.access.keys import FreshKeys, KeyStore
-from kinlens.service.access.rates import Account, RateLimits, SharedCounts, client_address
+from kinlens.service.access.rates import Account, RateLimits, client_address
 from kinlens.service.concurrency import BoundedPool
 from kinlens.service.galleries import links
 from kinlens.service.http.bodies import BodyKind
 from kinlens.service.problems import from_error
+from kinlens.service.redis import SharedRedis
 from kinlens.service.settings import ANY_HOST, Settings
 
 Extent = Literal["none", "items", "galleries", "service"]
@@ -181,19 +182,21 @@ class Admission:
     - `scope["state"]` gets the `account`, and with a key the `key` and its name as `principal`.
     """
 
-    def __init__(self, settings: Settings, store: KeyStore | None, audit: AuditLog | None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        store: KeyStore | None,
+        audit: AuditLog | None,
+        redis: SharedRedis | None,
+    ) -> None:
         self._keys = None if store is None else FreshKeys(store)
-        self._rates = _open_rates(settings)
+        self._rates = _open_rates(settings, redis)
         self._per_key = settings.rate_limit_per_key
         self._audit = audit
         self._writers = BoundedPool("audit", 1, _UNWRITTEN)
         self._signs = settings.image_links == "signed"
         self._anonymous = keys.allowed(settings.anonymous_scopes)
         self._origins = frozenset(settings.cors_origins)
-
-    async def close(self) -> None:
-        """Disconnect."""
-        await self._rates.close()
 
     def signing(self, key: keys.Key) -> contextlib.AbstractContextManager[None]:
         """Sign image links for `key`, if the settings say so."""
@@ -354,7 +357,7 @@ class Admission:
         await account.open()
 
 
-def _open_rates(settings: Settings) -> RateLimits:
+def _open_rates(settings: Settings, redis: SharedRedis | None) -> RateLimits:
     """The rate limits of the settings and of unknown keys, counted in Redis if it is configured."""
     rates = {
         "key": settings.rate_limit_per_key,
@@ -362,15 +365,7 @@ def _open_rates(settings: Settings) -> RateLimits:
         "failure": _FAILURES,
         "refusal": _REFUSALS,
     }
-    if settings.redis_url is None:
-        return RateLimits(rates)
-    shared = SharedCounts(
-        settings.redis_url.get_secret_value(),
-        timeout_s=settings.redis_timeout_ms / 1e3,
-        retry_s=settings.redis_retry_ms / 1e3,
-        connections=settings.redis_connections,
-    )
-    return RateLimits(rates, shared)
+    return RateLimits(rates, redis)
 
 
 def _methods_at(request: Request) -> set[str]:

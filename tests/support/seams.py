@@ -32,7 +32,6 @@ from kinlens.service.access.rates import (
     Charge,
     LocalCounts,
     RateLimits,
-    SharedCounts,
     parse_rates,
 )
 from kinlens.service.encoding import fork_server, sandbox, worker
@@ -49,3 +48,4 @@ from kinlens.service.jobs.manager import JobManager
 from kinlens.service.jobs.params import params_of
 from kinlens.service.jobs.rebuild import store_bundle
 from kinlens.service.jobs.store import Job, JobStore
+from kinlens.service.redis import SharedRedis

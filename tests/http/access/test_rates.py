@@ -18,7 +18,7 @@ from tests.support.seams import (
     KeyStore,
     LocalCounts,
     RateLimits,
-    SharedCounts,
+    SharedRedis,
     parse_rates,
 )
 from tests.support.shops import assert_problem, base64_of, start_shop
@@ -178,7 +178,7 @@ def test_trailers_change_neither_address_nor_rate(start_service) -> None:
 
 @pytest.mark.redis
 def test_services_share_a_rate_in_redis_or_count_alone(start_service, redis_server) -> None:
-    settings = {"rate_limit_per_address": "6/hour", "redis_retry_ms": 100}
+    settings = {"rate_limit_per_address": "6/hour"}
     settings |= {"redis_url": redis_server.url, "redis_timeout_ms": 10_000}
     services = [start_service(**settings) for _ in range(2)]
 
@@ -201,14 +201,17 @@ def test_services_share_a_rate_in_redis_or_count_alone(start_service, redis_serv
 def test_redis_and_local_counts_agree(redis_server) -> None:
     rates = {"key": "3/hour;5/hour"}
 
-    async def reported(shared: SharedCounts | None) -> list[tuple[bool, int | None, int]]:
+    async def reported(shared: SharedRedis | None) -> list[tuple[bool, int | None, int]]:
         limits = RateLimits(rates, shared)
+        if shared is not None:
+            await shared.start()
         verdicts = [await limits.hit("key", "till") for _ in range(5)]
         charges = (FIRST, Charge(1, 0), Charge(7, 0), Charge(1, 0), FIRST)
         verdicts += [await limits.hit("key", "feed", charge) for charge in charges]
-        await limits.close()
+        if shared is not None:
+            await shared.close()
         assert all(1 <= verdict.retry_after_s <= 3 * 3600 for verdict in verdicts)
         return [(verdict.allowed, verdict.amount, verdict.remaining) for verdict in verdicts]
 
-    shared = SharedCounts(redis_server.url, timeout_s=10.0, retry_s=0.1, connections=4)
+    shared = SharedRedis(redis_server.url, timeout_s=10.0, ttl_s=60, connections=4)
     assert asyncio.run(reported(shared)) == asyncio.run(reported(None))

@@ -38,7 +38,7 @@ def connected(server: Any) -> Any:
 @pytest.fixture
 def start_shared(start_service, redis_server):
     def start(**options: Any) -> Any:
-        settings = {"redis_timeout_ms": CALM_MS, "redis_retry_ms": 100} | options
+        settings = {"redis_timeout_ms": CALM_MS} | options
         return start_service(redis_url=redis_server.url, **settings)
 
     return start
@@ -157,7 +157,7 @@ def waits_above(service: Any, bound: str) -> float:
 
 
 def test_an_outage_under_load_costs_no_answer(start_service, redis_server, photos) -> None:
-    settings = {"redis_url": redis_server.url, "redis_retry_ms": 100, "redis_timeout_ms": 50}
+    settings = {"redis_url": redis_server.url, "redis_timeout_ms": 50}
     service = start_service(**settings)
     with load(service, photos) as searched:
         searched(20)
@@ -267,7 +267,7 @@ def test_a_redis_that_refuses_commands_is_down_and_says_why(
     address = f"redis://127.0.0.1:{redis_server.port}{database or '/0'}"
     url = address.replace("//", f"//{login}")
     with structlog.testing.capture_logs() as events:
-        service = start_service(redis_url=url, redis_timeout_ms=CALM_MS, redis_retry_ms=100)
+        service = start_service(redis_url=url, redis_timeout_ms=CALM_MS)
     assert is_down(service)
     assert "kinlens_redis_up 0.0" in service.client.get("/metrics").text
     fault = service.client.get("/ready").json()["redis_fault"]

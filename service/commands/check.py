@@ -74,7 +74,8 @@ def check(
 def _findings(settings: Settings) -> Iterator[Finding]:
     """Try every part of a start, and continue after faults."""
     bundles = Bundles(settings)
-    yield from _model(bundles)
+    bundle, *decoder = _model(bundles)
+    yield bundle
     yield from _galleries(settings, bundles)
     if settings.searched_on() == "cuda":
         yield _gpu()
@@ -84,6 +85,7 @@ def _findings(settings: Settings) -> Iterator[Finding]:
     else:
         yield _tried("state", _state, settings.state)
     yield _tried("keys", _keys, settings)
+    yield from decoder
     yield _redis(settings)
     yield _tried("port", _port, settings)
     yield from (Finding("exposure", "warning", text) for text in exposures(settings))

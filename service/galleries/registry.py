@@ -75,6 +75,10 @@ _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 60.0
 
 
+FILTERED = "The key has a filter, and probabilities are calibrated for all items"
+"""Why a gallery is not calibrated for a key with a filter."""
+
+
 class _Usage:
     """The leases and running reads of a gallery, shared by all its views."""
 
@@ -118,6 +122,7 @@ class Served:
             return self
         seen = copy.copy(self)
         seen.gallery = GalleryView(self.opened, binding.where)
+        seen.calibrated = FILTERED
         return seen
 
     def whole(self) -> Opened:

@@ -7,6 +7,7 @@ A sample of searches is repeated with exact search in the background, to estimat
 """
 
 import asyncio
+import contextlib
 import hashlib
 import threading
 import time
@@ -36,7 +37,7 @@ from kinlens.service.encoding.cache import Cache, Lookup, answer_key
 from kinlens.service.encoding.model import Stages, View
 from kinlens.service.encoding.workers import Vector
 from kinlens.service.galleries.locations import Gallery
-from kinlens.service.galleries.registry import Registry, Served
+from kinlens.service.galleries.registry import FILTERED, Registry, Served
 from kinlens.service.galleries.view import GalleryView
 from kinlens.service.observe.metrics import Metrics
 from kinlens.service.observe.tracing import record_wait, span
@@ -154,7 +155,12 @@ class Pipeline:
             return served
         try:
             async with self._search_threads.bulk_limit("batch"):
-                return await self._run_in_thread(served, query, bulk=True)
+                with contextlib.suppress(BundleMismatchError):
+                    return await self._run_in_thread(served, query, bulk=True)
+                # As in `search`. The other queries of this gallery fail in the same way.
+                await self._registry.read_from_disk(self._limit_s, query.gallery)
+                with self._registry.lease(query.gallery) as served:
+                    return await self._run_in_thread(served, query, bulk=True)
         except Exception as error:
             # Unexpected errors too: the other queries must still be answered.
             return error
@@ -478,7 +484,7 @@ def calibrated_by(served: Served) -> Calibrated | str:
     if isinstance(gallery, MilvusStore):
         return "Galleries on Milvus are not calibrated"
     if isinstance(gallery, GalleryView):
-        return "The key has a filter, and probabilities are calibrated for all items"
+        return FILTERED
     return choose(gallery.calibration(), model.calibration, model.no_calibration)
 
 

@@ -319,13 +319,6 @@ def test_check_warns_where_callers_without_a_key_see_more_than_a_bound_key(paths
     assert "exposure" not in findings(*paths, *state, code=0)
 
 
-def test_a_decoder_without_isolation_is_a_warning_with_its_cure(paths, monkeypatch) -> None:
-    monkeypatch.setenv("KINLENS_DECODE_ISOLATION", "false")
-    found = findings(*paths, code=0)["decoder"]
-    assert found["verdict"] == "warning"
-    assert found["text"].endswith(" Set KINLENS_DECODE_ISOLATION to true.")
-
-
 def test_settings_that_exclude_each_other_are_named(monkeypatch) -> None:
     monkeypatch.setenv("KINLENS_FEEDBACK", "pairs")
     refused = call("--bundle", "x")

@@ -53,11 +53,12 @@ def start_market(
     state: Path,
     calibration: Calibration | None = CALIBRATION,
     no_calibration: str | None = None,
+    embedder: type[FakeEmbedder] = FakeEmbedder,
     **settings: Any,
 ) -> Any:
     """Items `000.png` .. with a colour of three, their number as price, two to a product."""
     shop = start_shop(
-        state, FakeEmbedder(calibration=calibration, no_calibration=no_calibration), **settings
+        state, embedder(calibration=calibration, no_calibration=no_calibration), **settings
     )
     items = {f"{n:03d}.png": photo(n) for n in range(COUNT)}
     texts = [json.dumps(attributes_of(n)) for n in range(COUNT)]

@@ -4,14 +4,18 @@ import contextlib
 import itertools
 import json
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
 import pytest
 
+from kinlens.embedder.fake import FakeEmbedder
+from tests.support.market import start_market
 from tests.support.routes import RIGHTS
 from tests.support.seams import KeyStore, Limits
 from tests.support.shops import Shop, assert_problem, base64_of, sha256, start_shop
@@ -295,6 +299,45 @@ def test_a_cached_answer_is_used_only_for_the_same_filter(market) -> None:
                 continue
             hits = answer.json()["hits"]
             assert {hit["attributes"]["tenant"] for hit in hits} == tenants
+
+
+def test_a_cached_answer_passes_a_full_queue_also_with_a_filter(tmp_path) -> None:
+    entered, gate = threading.Semaphore(0), threading.Event()
+
+    class Held(FakeEmbedder):
+        is_held = False
+
+        def embed(self, images: Any) -> Any:
+            if self.is_held:
+                entered.release()
+                assert gate.wait(30)
+            return super().embed(images)
+
+    settings = {"search_threads": 1, "queue_size": 1}
+    with contextlib.closing(start_market(tmp_path, embedder=Held, **settings)) as shop:
+        limits = Limits(galleries=("shop",), filter="price < 5")
+        text = KeyStore(tmp_path / "keys.json").create("cheap", ["search"], limits=limits)
+        whole: dict[str, str] = {}
+        cheap = {"authorization": f"Bearer {text}"}
+
+        def ask(headers: dict[str, str], number: int) -> httpx.Response:
+            files = {"image": encoded(photo(number))}
+            return shop.client.post("/search", headers=headers, files=files)
+
+        first = [ask(headers, 50).raise_for_status() for headers in (whole, cheap)]
+        Held.is_held = True
+        with ThreadPoolExecutor(4) as clients:
+            waiting = [clients.submit(ask, whole, 51)]
+            assert entered.acquire(timeout=30)
+            for number, headers in enumerate((whole, whole, cheap), 1):
+                waiting.append(clients.submit(ask, headers, 52 if number == 1 else 50))
+                until(lambda n=number: shop.running.runtime.search_threads.waiting == n)
+            refused = ask(whole, 53)
+            gate.set()
+            answers = [call.result().raise_for_status().json() for call in waiting]
+    assert_problem(refused, 503, "overloaded")
+    assert [answer["cached"] for answer in answers] == [False, False, True, True]
+    assert [answer["hits"] for answer in answers[2:]] == [one.json()["hits"] for one in first]
 
 
 def test_changes_of_a_key_with_a_filter_stay_within_it(tmp_path) -> None:

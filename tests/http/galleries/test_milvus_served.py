@@ -131,17 +131,22 @@ def test_items_are_put_searched_changed_and_removed(server, start, photos) -> No
     assert shop.running.metric("kinlens_gallery_items", gallery="shop") == len(left)
 
 
-def test_a_new_alias_is_served(server, start, tmp_path, make_tiny_bundle, photos) -> None:
+@pytest.mark.parametrize("path", ["/search", "/search/batch"])
+def test_a_new_alias_is_served(
+    server, start, tmp_path, make_tiny_bundle, photos, path: str
+) -> None:
     old, new = (OnnxEmbedder.open(make_tiny_bundle(seed)) for seed in (0, 1))
     (tmp_path / "state" / "bundles").mkdir(parents=True)
     for embedder in (old, new):
         folder = tmp_path / "state" / "bundles" / embedder.bundle_id[:16]
         folder.symlink_to(embedder.bundle.path)
-    publish(server, "swapped", old)
-    shop = start("swapped", embedder=old, state=tmp_path / "state", reload_interval_ms=100)
+    name = f"swapped{len(path)}"
+    publish(server, name, old)
+    shop = start(name, embedder=old, state=tmp_path / "state", reload_interval_ms=60_000)
     shop.put({"old": photos[1]})
-    publish(server, "swapped", new)
-    answer = shop.search(photos[0], k=1).json()
+    publish(server, name, new)
+    found = shop.client.post(path, files={"image": photos[0]}, data={"gallery": "shop"}).json()
+    answer = found["answers"][0]["answer"] if "batch" in path else found
     assert (answer["bundle_id"], answer["hits"]) == (new.bundle_id, [])
     shop.put({"a": photos[0]})
     assert keys(shop.search(photos[0], k=2)) == ["a"]

@@ -197,6 +197,16 @@ def tree_mb(pid: int) -> float:
     return total_kb * 1024 / 1e6
 
 
+def tree_cpu_s(pid: int) -> float:
+    """Seconds of CPU time that the processes of the tree, and those that they waited for, used."""
+    ticks = 0
+    for process in tree(pid):
+        with contextlib.suppress(OSError):
+            fields = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()
+            ticks += sum(map(int, fields[11:15]))
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
 def kinlens(command: str, *arguments: object, accepted: Sequence[int] = (0,)) -> None:
     """Print and run one of the console scripts, such as `train`.
 

@@ -12,6 +12,8 @@ with files whose answers are cached. Each round runs in turns:
     ours           kinlens-serve with one process, and with one per core (`--workers`)
     ours fast      the same in the mode that `--precision auto` chooses
     cached         the same files again
+    bare           a bare ASGI application on uvicorn that does the same work, one process per core
+                   (peers/bare_asgi.py); and `bare fast`
     litserve       LitServe, the same ONNX file and preprocessing: with one worker and with one per
                    core (peers/litserve_search.py; needs the extra `bench`)
     litserve fast  the same in the fastest mode
@@ -20,10 +22,11 @@ with files whose answers are cached. Each round runs in turns:
 All but the fast ones run fp32 in onnxruntime. The output shows the choice of `auto`. Targets
 compare the better of one process and one per core. The table shows medians over the rounds, ratios
 as medians of the pairs. The ceiling does not include the load, which shares the cores with the
-service; its CPU time per request is printed. Memory is that of all processes of a service after the
-load, without file cache. Two networks at 224 px with 128 dimensions, hardly trained: ResNet50,
-usual in papers, and MobileNetV2, a tenth of its work, where the cost of HTTP is most visible. On a
-GPU there are no peers. Images come from $KINLENS_SHARED if available, else they are generated.
+service; its CPU time per request is printed, as is that of each service ("own"). Memory is that of
+all processes of a service after the load, without file cache. Two networks at 224 px with 128
+dimensions, hardly trained: ResNet50, usual in papers, and MobileNetV2, a tenth of its work, where
+the cost of HTTP is most visible. On a GPU there are no peers. Images come from $KINLENS_SHARED if
+available, else they are generated.
 """
 
 import contextlib
@@ -35,7 +38,9 @@ import tempfile
 import time
 from argparse import Namespace
 from collections import defaultdict
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -52,6 +57,7 @@ from harness import (
     serving,
     shared_folder,
     started,
+    tree_cpu_s,
     tree_mb,
     verdict,
 )
@@ -73,9 +79,11 @@ TARGETS = (
     (1, "ours fast", "litserve fast", 1.0),
     (16, "ours", "usual", 2.0),
     (16, "ours fast", "ours", 1.5),
-    (16, "ours", "litserve", 1.1),
+    (16, "ours", "bare", 0.93),
+    (16, "ours fast", "bare fast", 0.88),
+    (16, "ours", "litserve", 1.12),
     (16, "ours fast", "litserve", 1.6),
-    (16, "ours fast", "litserve fast", 1.1),
+    (16, "ours fast", "litserve fast", 1.2),
 )
 """Connections, two kinds of server, and the least ratio: of p50 at one connection, else of QPS."""
 
@@ -113,13 +121,16 @@ def one_network(args: Namespace, backbone: str, folder: Path, images: Path) -> N
         for count in {1, cores}:
             ours = serving(bundle, made, *flags, "--workers", str(count))
             services[f"ours{name} {count}"] = ours
+        if has_peers:
+            services[f"bare{name}"] = peer("bare_asgi.py", bundle, vectors, cores, *words)
             if has_litserve:
                 litserve = peer("litserve_search.py", bundle, vectors, count, *words)
                 services[f"litserve{name} {count}"] = litserve
     with contextlib.ExitStack() as running:
         servers = {who: running.enter_context(one) for who, one in services.items()}
         urls = {who: server.url for who, server in servers.items()}
-        results = contest(args, bundle, made, images, urls)
+        pids = {who: server.process.pid for who, server in servers.items()}
+        results = contest(args, bundle, made, images, urls, pids)
         memory = {
             who: tree_mb(server.process.pid) for who, server in servers.items() if "ours" in who
         }
@@ -134,7 +145,12 @@ def one_network(args: Namespace, backbone: str, folder: Path, images: Path) -> N
 
 
 def contest(
-    args: Namespace, bundle: Path, made: Path, images: Path, urls: dict[str, str]
+    args: Namespace,
+    bundle: Path,
+    made: Path,
+    images: Path,
+    urls: dict[str, str],
+    pids: dict[str, int],
 ) -> Results:
     """All figures of all rounds."""
     results: Results = defaultdict(list)
@@ -157,12 +173,22 @@ def contest(
             for connections in args.connections:
                 for who, url in urls.items():
                     if who != "usual" or connections == 16:
-                        found = load(url, images, connections, seconds, sent)
+                        found = own(
+                            pids[who], partial(load, url, images, connections, seconds, sent)
+                        )
                         results[who, connections].append(found)
                         sent += int(found["sent"])
-                found = load(urls["ours 1"], images, connections, seconds / 2, repeat=True)
+                again = partial(load, urls["ours 1"], images, connections, seconds / 2, repeat=True)
+                found = own(pids["ours 1"], again)
                 results["cached", connections].append(found)
     return results
+
+
+def own(pid: int, load: Callable[[], Figures]) -> Figures:
+    """The figures of a load, with the CPU time of the service `pid` per request."""
+    before_s = tree_cpu_s(pid)
+    found = load()
+    return found | {"own_ms": 1e3 * (tree_cpu_s(pid) - before_s) / max(1.0, found["sent"])}
 
 
 def peer(script: str, *words: object) -> contextlib.AbstractContextManager[Server]:
@@ -244,16 +270,24 @@ def print_results(results: Results, share: float) -> None:
 
     top, alone = middle("ceiling", 0, "qps"), middle("alone", 0, "p50_ms")
     print(f"ceiling {top:.1f} images/s; alone {alone:.1f} ms per image")
-    heading("connections", "who", "QPS", "of ceiling", "p50 ms", "p99 ms", "load ms", "errors")
+    heading(
+        "connections", "who", "QPS", "of ceiling", "p50 ms", "p99 ms", "load ms", "own ms", "errors"
+    )
     for who, at in sorted(results, key=lambda key: (key[1], key[0])):
         if at:
-            qps, *fields = (middle(who, at, f) for f in ("qps", "p50_ms", "p99_ms", "cpu_ms"))
+            qps, *fields = (
+                middle(who, at, f) for f in ("qps", "p50_ms", "p99_ms", "cpu_ms", "own_ms")
+            )
             row(at, who, qps, qps / top, *fields, sum(f["errors"] for f in results[who, at]))
     errors = sum(f["errors"] for (who, _), each in results.items() if "ours" in who for f in each)
     verdict("requests without an answer", errors, 0, at_most=True)
     extra = middle("ours 1", 1, "p50_ms") - 1.1 * alone
     verdict("ms above 1.1 x the bare loop at 1", extra, 2, at_most=True)
     verdict("ms of a cached answer at 1", middle("cached", 1, "p50_ms"), 1, at_most=True)
+    if ("bare", 1) in results:
+        pairs = zip(results["ours 1", 1], results["bare", 1], strict=True)
+        more = statistics.median(a["own_ms"] - b["own_ms"] for a, b in pairs)
+        verdict("ms of CPU above the bare application at 1", more, 0.9, at_most=True)
     busiest = max(at for _, at in results)
     ours = best("ours", busiest)
     shares = (a["qps"] / b["qps"] for a, b in zip(ours, results["ceiling", 0], strict=True))

@@ -167,10 +167,15 @@ def _decoded(decode: Callable[[bytes], T], payload: bytes) -> T | None:
         return None
 
 
-def embedding_key(bundle_id: str, mode: Mode, digest: str, box: Box | None) -> str:
-    """The cache key for the vector of an image, or of its part in `box`."""
-    part = "" if box is None else ",".join(map(repr, box))
-    return f"{_PREFIX}:e:{bundle_id}:{mode.key}:{digest}:{part}"
+def embedding_keys(bundle_id: str, mode: Mode) -> Callable[[str, Box | None], str]:
+    """The function that makes the cache key for the vector of an image, or of its part in a box."""
+    start = f"{_PREFIX}:e:{bundle_id}:{mode.key}"
+
+    def key(digest: str, box: Box | None) -> str:
+        part = "" if box is None else ",".join(map(repr, box))
+        return f"{start}:{digest}:{part}"
+
+    return key
 
 
 def answer_key(bundle_id: str, mode: Mode, gallery: str, generation: str, digest: str) -> str:

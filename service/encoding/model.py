@@ -6,14 +6,13 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from kinlens.embedder.calibration import Calibration
 from kinlens.embedder.errors import BundleError, SearchError
 from kinlens.embedder.preprocess import Box
 from kinlens.embedder.session import ModelFacts
@@ -23,7 +22,7 @@ from kinlens.service.encoding.cache import (
     Cache,
     Lookup,
     decode_vector,
-    embedding_key,
+    embedding_keys,
     encode_vector,
 )
 from kinlens.service.encoding.workers import Vector, Workers
@@ -172,15 +171,15 @@ class Encoder:
         self._cache = cache
         self._search_threads = search_threads
         self._on_batch = on_batch
+        self._key = embedding_keys(backend.facts.bundle_id, backend.facts.mode)
+        self._decode_vector = partial(decode_vector, dim=backend.facts.dim)
         self._batcher: Batcher | None = None
         if backend.embed is not None:
             self._batcher = Batcher(backend.embed, batch_size, 1, on_batch)
 
     def lookup(self, view: View) -> Lookup[Vector]:
         """The cache lookup for the vector of `view`."""
-        facts, dim = self.facts, self.facts.dim
-        key = embedding_key(facts.bundle_id, facts.mode, view.digest, view.box)
-        return Lookup("embedding", key, lambda value: decode_vector(value, dim))
+        return Lookup("embedding", self._key(view.digest, view.box), self._decode_vector)
 
     def decode(self, view: View) -> NDArray[np.uint8]:
         """The pixels (3, S, S) of `view`.
@@ -200,7 +199,7 @@ class Encoder:
         """
         vectors, stages = self._computed(views, guard)
         for view, vector in zip(views, vectors, strict=True):
-            self._cache.set(self.lookup(view).key, encode_vector(vector))
+            self._cache.set(self._key(view.digest, view.box), encode_vector(vector))
         return vectors, stages
 
     def _computed(self, views: Sequence[View], guard: Guard) -> tuple[Embeddings, Stages]:
@@ -260,45 +259,21 @@ class Encoder:
         return await self._search_threads.run(work, urgent=True, bulk=True)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Model:
     """A running bundle. `reference_vector` (D,) is the vector of `reference_image` at the warm-up;
     health checks compare with it.
     """
 
-    encoder: Encoder
-    reference_image: bytes = field(repr=False)
-    reference_vector: Vector = field(repr=False)
-
-    @property
-    def embedder(self) -> ModelFacts:
-        """What is known of it."""
-        return self.encoder.facts
-
-    @property
-    def bundle_id(self) -> str:
-        """The id of its bundle."""
-        return self.embedder.bundle_id
-
-    @property
-    def dim(self) -> int:
-        """Dimension of its vectors."""
-        return self.embedder.dim
-
-    @property
-    def provider(self) -> str:
-        """The execution provider, such as CPUExecutionProvider."""
-        return self.embedder.provider
-
-    @property
-    def calibration(self) -> Calibration | None:
-        """The calibration of the bundle, from score to probability, if it has one."""
-        return self.embedder.calibration
-
-    @property
-    def no_calibration(self) -> str | None:
-        """The reason why the bundle has no calibration."""
-        return self.embedder.no_calibration
+    def __init__(self, encoder: Encoder, reference_image: bytes, reference_vector: Vector) -> None:
+        self.encoder = encoder
+        self.reference_image = reference_image
+        self.reference_vector = reference_vector
+        self.embedder = encoder.facts
+        self.bundle_id = encoder.facts.bundle_id
+        self.dim = encoder.facts.dim
+        self.provider = encoder.facts.provider
+        self.calibration = encoder.facts.calibration
+        self.no_calibration = encoder.facts.no_calibration
 
 
 class Models:

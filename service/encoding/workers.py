@@ -46,6 +46,7 @@ Pixels = NDArray[np.uint8]
 Vector = NDArray[np.float32]
 
 _START_S = 30.0
+_LEAST_S = 1e-3  # 0 would mean not to wait at all
 _RESTART_S = 10.0  # how long an image waits for a new fork server
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 60.0
@@ -371,15 +372,20 @@ class _Worker:
             if the answer is invalid.
         """
         due = time.monotonic() + timeout_s
+        head = REQUEST.pack(len(order), len(data)) + order
         try:
-            self._send(REQUEST.pack(len(order), len(data)) + order, data, due)
+            self._socket.settimeout(timeout_s)
+            sent = self._socket.sendmsg([head, data])
+            if sent < len(head) + len(data):
+                self._socket.settimeout(max(_LEAST_S, due - time.monotonic()))
+                self._socket.sendall(memoryview(head + data)[sent:])
             status, content = self._receive(max_bytes, due + more_s)
         except TimeoutError:
             raise _LostError(_Outcome.FAILED if more_s else _Outcome.LATE) from None
-        except _LostError:
+        except (_LostError, OSError) as error:
             if 0 <= time.monotonic() - due < _ALARM_GRACE_S:
                 raise _LostError(_Outcome.LATE) from None  # the alarm of the worker has killed it
-            raise
+            raise error if isinstance(error, _LostError) else _LostError(_Outcome.ENDED) from None
         if status == REFUSED:
             raise unpack_error(content.tobytes())
         if status != DONE:
@@ -393,21 +399,6 @@ class _Worker:
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that is reading from it
         self._socket.close()
         return code
-
-    def _send(self, head: bytes, data: bytes, due: float) -> None:
-        """Raises: TimeoutError, _LostError."""
-        try:
-            self._socket.settimeout(due - time.monotonic())
-            sent = self._socket.sendmsg([head, data])
-            if sent < len(head) + len(data):
-                self._socket.settimeout(max(0.0, due - time.monotonic()))
-                self._socket.sendall(memoryview(head + data)[sent:])
-        except TimeoutError:
-            raise
-        except BlockingIOError:  # no time was left
-            raise TimeoutError from None
-        except OSError as error:
-            raise _LostError(_Outcome.ENDED) from error
 
     def _receive(self, max_bytes: int, due: float) -> tuple[int, Pixels]:
         """Status and content of an answer. Raises: TimeoutError, _LostError."""

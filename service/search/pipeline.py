@@ -31,7 +31,7 @@ from kinlens.embedder.types import Embeddings, Hit, ItemId
 from kinlens.indexer.calibration import Calibrated, Shares, choose
 from kinlens.indexer.gallery import Gallery as IndexedGallery
 from kinlens.indexer.gallery import MilvusStore
-from kinlens.indexer.types import Facet, Group, Item, SearchOptions, combined_query
+from kinlens.indexer.types import Facet, Group, Item, SearchOptions, combined_query, no_checkpoint
 from kinlens.service.concurrency import DaemonThreads, SearchThreads, too_late, within
 from kinlens.service.encoding.cache import Cache, Lookup, answer_key
 from kinlens.service.encoding.model import Stages, View
@@ -64,15 +64,15 @@ class CancelToken:
     """
 
     def __init__(self) -> None:
-        self._is_cancelled = threading.Event()
+        self._is_cancelled = False
 
     def cancel(self) -> None:
         """Cancel the search: the time limit has passed, or the client has disconnected."""
-        self._is_cancelled.set()
+        self._is_cancelled = True
 
     def check(self) -> None:
         """Raises: DeadlineExceededError once the search is cancelled."""
-        if self._is_cancelled.is_set():
+        if self._is_cancelled:
             raise DeadlineExceededError(
                 "The search was cancelled: the client disconnected or the time limit passed."
             )
@@ -297,7 +297,6 @@ class Pipeline:
         if not missing:
             return [vector for vector in cached if vector is not None], Stages()
         computed, stages = encoder.compute(missing, guard)
-        cancel_token.check()
         rest = iter(computed)
         vectors = [next(rest) if vector is None else vector for vector in cached]
         return vectors, stages
@@ -357,20 +356,23 @@ def find(
         diversity=query.diversity,
         boost=query.boost,
         sort_by=query.sort_by,
+        checkpoint=cancel_token.check,
     )
-    asked = replace(options, checkpoint=cancel_token.check)  # `options` outlive this search
-    # Probabilities come from an unfiltered search: a filter makes no product likelier.
-    whole = SearchOptions(exclude=exclude, exact=query.exact, checkpoint=cancel_token.check)
-    is_whole = query.grouping is None and asked == whole and not isinstance(calibrated, str)
-    k = max(query.k, CANDIDATES) if is_whole else query.k
-    found, groups, views = _search(gallery, query, targets, k, asked)
-    hits = ranked = found[: query.k]
-    shares = none = None
+    # Probabilities come from the best hits of all items: a filter makes no product likelier.
+    of_all = None
     if not isinstance(calibrated, str):
+        of_all = SearchOptions(exclude=exclude, exact=query.exact, checkpoint=cancel_token.check)
+    is_of_all = query.grouping is None and options == of_all  # then one search is enough
+    depth = max(query.k, CANDIDATES) if is_of_all else query.k
+    best, groups, views = _search(gallery, query, targets, depth, options)
+    hits = ranked = best[: query.k]
+    shares = none = None
+    if not isinstance(calibrated, str) and of_all is not None:
         if not query.views and isinstance(gallery, IndexedGallery):
             prior = _prior_of(gallery, calibrated.product, positives, prior)
-        plain = replace(query, grouping=None)
-        best = found if is_whole else _search(gallery, plain, targets, CANDIDATES, whole)[0]
+        if not is_of_all:
+            plain = replace(query, grouping=None)
+            best = _search(gallery, plain, targets, CANDIDATES, of_all)[0]
         shown = [*ranked, *(hit for group in groups or () for hit in group.hits)]
         shares = Shares(calibrated, prior, best, shown)
         by = "" if query.grouping is None else query.grouping.by
@@ -383,7 +385,7 @@ def find(
         few = 1 if query.min_probability is None else CANDIDATES
         first = replace(query, k=few, offset=0, facets=())
         match = find(served, first, vectors, calibrated, prior, cancel_token).match
-    counts = gallery.facets(query.facets, targets, asked) if query.facets else {}
+    counts = gallery.facets(query.facets, targets, options) if query.facets else {}
     measurable = ranked if groups is None and views is None else None
     return Found(hits, groups, match, targets[0], options, measurable, counts, views, shares, none)
 
@@ -532,7 +534,7 @@ class RecallSampler:
                 segment = gallery.facts().segment
                 if segment is None or segment.kind == "flat":
                     return
-                options = replace(found.options, exact=True)
+                options = replace(found.options, exact=True, checkpoint=no_checkpoint)
                 [exact] = gallery.search(found.vector[np.newaxis], k, options)
                 if gallery.version == version and exact:
                     recall = recall_of(found.ranked or (), exact)

@@ -145,14 +145,16 @@ class HitRenderer:
 
     def hits(self, hits: Sequence[Hit], shares: Shares | None) -> list[dict[str, Any]]:
         """Ranked hits as JSON values; without `shares` their probability is null."""
+        # Without a call for each hit; the name is quoted, so it contains no slash.
+        start, end = plain_link(self.name, 0, self.generation).split("/0/")
         return [
             {
                 "id": hit.id,
                 "key": hit.key,
-                "score": _floored(hit.score, 6),
+                "score": floor(hit.score * 1e6 + 1e-6) / 1e6,  # as `_floored`
                 "probability": None if shares is None else _floored(shares.of(hit), 4),
                 "attributes": hit.attributes,
-                "image": plain_link(self.name, hit.id, self.generation),
+                "image": f"{start}/{hit.id}/{end}",
             }
             for hit in hits
         ]

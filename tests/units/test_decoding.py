@@ -22,8 +22,9 @@ from kinlens.embedder.manifest import Preprocessing
 from kinlens.embedder.preprocess import ImageLimits, preprocess
 from tests.support.hostile import START, attempt
 from tests.support.odd_images import FORMATS, colour_spaces
-from tests.support.own_process import children
+from tests.support.own_process import children, command_of
 from tests.support.seams import ForkServer, Workers, fork_server, sandbox
+from tests.support.waiting import until
 from tests.tiny import encoded, photo
 
 SPEC = Preprocessing(resize_px=40, crop_px=32)
@@ -206,7 +207,9 @@ def test_a_replacement_enters_the_same_layers(monkeypatch, attempts, tmp_path) -
             pytest.skip(f"this kernel has no layer: {layers[0].absence}")
         code = START.format(layers=(), fault="")  # none if it were rehearsed
         monkeypatch.setattr(fork_server, "CODE", code)
+        worker = pid_of(decoder)
         os.kill(server_of(decoder), signal.SIGKILL)
+        until(lambda: not command_of(worker))
         assert_decodes(decoder)
         assert attempt(decoder, "read", str(tmp_path / "keys.json")) == "PermissionError"
         assert decoder.layers == layers

@@ -82,7 +82,11 @@ class Limits(BaseModel):
         default=None, max_length=200, description="Replaces KINLENS_RATE_LIMIT_PER_KEY."
     )
     daily_units: int | None = Field(
-        default=None, ge=1, le=MAX_DAILY_UNITS, description="Maximum units of work in a day."
+        default=None,
+        strict=True,
+        ge=1,
+        le=MAX_DAILY_UNITS,
+        description="Maximum units of work in a day.",
     )
 
     @field_validator("galleries")

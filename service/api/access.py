@@ -5,7 +5,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Annotated, TypeVar
 
 from fastapi import APIRouter, Path, Query, Request, Response
-from pydantic import BaseModel, Field, field_validator
+from pydantic import BaseModel, Field
 
 from kinlens.embedder import errors
 from kinlens.models import Access, Audit, KeyModel, Keys, NewKey, Scope
@@ -43,7 +43,8 @@ class KeyRequest(Limits):
     name: Annotated[str, Field(max_length=64, description="A unique name for the key.")]
     scopes: Annotated[list[Scope], Field(min_length=1)]
     expires_days: Annotated[
-        int | None, Field(ge=1, le=_MAX_DAYS, description="Days until it expires; null: never.")
+        int | None,
+        Field(strict=True, ge=1, le=_MAX_DAYS, description="Days until it expires; null: never."),
     ] = None
 
 
@@ -55,19 +56,13 @@ class RotateRequest(BaseModel):
     overlap_hours: Annotated[
         float,
         Field(
+            strict=True,
             ge=0,
             le=MAX_OVERLAP / _HOUR,
             allow_inf_nan=False,
             description="How long the previous secret stays valid.",
         ),
     ] = OVERLAP / _HOUR
-
-    @field_validator("overlap_hours", mode="before")
-    @classmethod
-    def _is_number(cls, value: object) -> object:
-        if isinstance(value, bool):
-            raise ValueError("overlap_hours must be a number; use digits.")
-        return value
 
 
 @router.get("/access", responses=problems(), summary="What the caller may do")

@@ -17,7 +17,7 @@ from kinlens.service.access.audit import note
 from kinlens.service.api.galleries import FAILURES, Generation
 from kinlens.service.api.images import IMAGE_ANSWERS, ImageSize, image_of
 from kinlens.service.api.items import UNKNOWN_ITEM, WRITES, Changes, item_model
-from kinlens.service.api.requests import SearchFields
+from kinlens.service.api.requests import search_models
 from kinlens.service.api.search import (
     EXPLAIN,
     SIMILAR,
@@ -60,7 +60,7 @@ class KeyChanges(RootModel[Annotated[Changes, Field(min_length=1)]]):
 
 def build_router(runtime: Runtime) -> APIRouter:
     """Build the routes of items by key; subresources come before the item itself."""
-    router, limits = APIRouter(route_class=Route), runtime.settings
+    router, models = APIRouter(route_class=Route), search_models(runtime.settings)
 
     @router.get(
         f"{_PART}/similar",
@@ -69,14 +69,14 @@ def build_router(runtime: Runtime) -> APIRouter:
             200: {"description": "Similar items, without the item itself."},
             **problems(*SIMILAR),
         },
-        openapi_extra={"parameters": search_parameters(SearchFields, limits)},
+        openapi_extra={"parameters": search_parameters(models.fields)},
         summary="Search with an item by key",
     )
     @rule("search", "items")
     async def similar(request: Request, name: str, key: Key, generation: Generation) -> Response:
         """The items that are visually most similar to this one, without it, best first."""
         number, current = await _number_of(runtime, name, key)
-        return await similar_to(runtime, request, name, number, generation or current)
+        return await similar_to(runtime, models, request, name, number, generation or current)
 
     @router.post(
         f"{_PART}/explain",
@@ -85,14 +85,14 @@ def build_router(runtime: Runtime) -> APIRouter:
             200: {"description": "The share of each region in the score."},
             **problems(*EXPLAIN),
         },
-        openapi_extra=search_docs(limits),
+        openapi_extra=search_docs(models),
         summary="Explain a hit by key",
     )
     @rule("search", "items", "image")
     async def explain(request: Request, name: str, key: Key) -> Response:
         """Which regions of query and hit contribute to the score; send the body of the search."""
         number, generation = await _number_of(runtime, name, key)
-        return await explanation_of(runtime, request, name, number, generation)
+        return await explanation_of(runtime, models, request, name, number, generation)
 
     @router.get(
         f"{_PART}/image",

@@ -154,7 +154,7 @@ async def _read(request: Request, runtime: Runtime) -> tuple[FeedbackModel, byte
         images, fields = read_form(request, body)
         if len(images) > 1:
             raise fault("image", f"image was sent {len(images)} times; send it once.")
-        return checked(FeedbackModel, dict(fields), None), images[0] if images else None
+        return checked(FeedbackModel, dict(fields)), images[0] if images else None
 
     return await off_loop(runtime, read, short=len(body) <= INLINE_BYTES)
 

@@ -269,7 +269,7 @@ def _from_form(body: bytes, content_type: str) -> NewQuery:
     try:
         label = Label.model_validate(parse_json(parts["label"].text.encode()))
     except ValidationError as error:
-        raise as_faults(error, "label") from None
+        raise as_faults(error, lambda _: "label") from None
     except ValueError as error:
         raise fault("label", f"label is not valid JSON: {error}. {_LABEL_TEXT}") from error
     return NewQuery(parts["image"].data, label, parts["name"].text if "name" in parts else "")

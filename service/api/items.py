@@ -539,7 +539,7 @@ def _from_json(body: bytes, limit: int) -> list[NewItem]:
     payload = parse_object(body)
     if isinstance(payload.get("items"), list):
         _check_count(len(payload["items"]), limit)
-    sent = checked(PutItems, payload, None)
+    sent = checked(PutItems, payload)
     return [_of_product(sent.product, _decoded(item, sent.product)) for item in sent.items]
 
 

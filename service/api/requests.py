@@ -4,11 +4,10 @@ shared with the requests about items and that refuse bad fields cheaply.
 
 import base64
 import binascii
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Annotated, Any, Self, TypeVar
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from fastapi import HTTPException, Request
 from fastapi.exceptions import RequestValidationError
@@ -18,10 +17,11 @@ from pydantic import (
     ConfigDict,
     Field,
     JsonValue,
-    TypeAdapter,
     ValidationError,
-    ValidationInfo,
+    ValidatorFunctionWrapHandler,
     WithJsonSchema,
+    WrapValidator,
+    create_model,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
@@ -29,7 +29,7 @@ from pydantic_core import PydanticCustomError
 from kinlens.embedder import errors
 from kinlens.embedder.errors import InvalidParameterError, KinlensError
 from kinlens.embedder.preprocess import Box, check_box
-from kinlens.embedder.programs.faults import shown
+from kinlens.embedder.programs.faults import path_of, shown
 from kinlens.indexer.filters.json import filter_from_json
 from kinlens.indexer.filters.text import parse_filter
 from kinlens.indexer.filters.tree import Filter
@@ -174,52 +174,6 @@ _CORNERS = 4
 _SHOWN = 80
 
 
-def _limits(info: ValidationInfo) -> Settings:
-    assert isinstance(info.context, Settings), "requests need the settings as validation context"
-    return info.context
-
-
-def _number(low: float, high: float | None = None) -> Callable[[Any, ValidationInfo], Any]:
-    """A validator for None or numbers from `low` to `high`; NaN is refused.
-
-    Without `high` the numbers must be whole, up to the limit for hits.
-    """
-
-    def check(value: Any, info: ValidationInfo) -> float | None:
-        if value is None:
-            return None
-        number, most = _float(value), _limits(info).max_k if high is None else high
-        if low <= number <= most and (high is not None or number.is_integer()):
-            return number
-        kind = "a whole number" if high is None else "a number"
-        raise _out_of_range(info.field_name, value, f"{kind} from {low:,} to {most:,}")
-
-    return check
-
-
-def _float(value: Any) -> float:
-    try:
-        return math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError, OverflowError):
-        return math.nan
-
-
-def _out_of_range(name: str | None, value: Any, expected: str) -> Exception:
-    return custom_error(f"{name} = {shown(value)} is outside its range; send {expected}.")
-
-
-def _few(what: str, bound: str) -> Callable[[Any, ValidationInfo], Any]:
-    """A validator for the length of a list; the limit is the setting `bound`."""
-
-    def check(value: Any, info: ValidationInfo) -> Any:
-        limit = getattr(_limits(info), bound)
-        if isinstance(value, list) and len(value) > limit:
-            raise custom_error(f"{len(value):,} {what} exceed the limit of {limit:,}; send fewer.")
-        return value
-
-    return check
-
-
 def _box(value: Any) -> Box:
     """A validator for a crop: four numbers, or a text with four numbers separated by commas."""
     parts = value.split(",", _CORNERS) if isinstance(value, str) else value
@@ -232,8 +186,10 @@ def _box(value: Any) -> Box:
     except InvalidParameterError as error:
         raise custom_error(str(error)) from error
     except (TypeError, ValueError, OverflowError) as error:
-        expected = "left,top,width,height as fractions of the image, such as 0.1,0.2,0.5,0.5"
-        raise _out_of_range("crop", value, expected) from error
+        raise custom_error(
+            f"crop = {shown(value)} is not a crop; send left,top,width,height as fractions of the "
+            "image, such as 0.1,0.2,0.5,0.5."
+        ) from error
 
 
 def _filter(value: Any) -> Any:
@@ -246,24 +202,24 @@ def _filter(value: Any) -> Any:
     )
 
 
-def _distinct(value: Any) -> Distinct:
-    """A validator for "near" or a boolean in any spelling."""
-    if value == "near":
-        return "near"
+def _distinct(value: Any, validate: ValidatorFunctionWrapHandler) -> Distinct:
+    """A validator for "near" or a boolean, with one message for both."""
     try:
-        return _BOOLEAN.validate_python(value)
+        checked_value: Distinct = validate(value)
     except ValidationError as error:
-        raise _out_of_range("distinct", value, "true, false or near") from error
+        raise custom_error(
+            f"distinct = {shown(value)} is not valid; send true, false or near."
+        ) from error
+    return checked_value
 
 
-_BOOLEAN = TypeAdapter(bool)
 _DISTINCT_SCHEMA: dict[str, Any] = {"enum": [False, True, "near"]}
 
 
 def _boost(value: Any) -> Boost | None:
     """A validator for a boost in text form."""
-    if value is None or value == "":
-        return None
+    if value is None or value == "" or isinstance(value, Boost):
+        return value or None
     try:
         return boost_of(value if isinstance(value, str) else shown(value))
     except InvalidParameterError as error:
@@ -272,8 +228,8 @@ def _boost(value: Any) -> Boost | None:
 
 def _sort_by(value: Any) -> SortBy | None:
     """A validator for a sort order in text form."""
-    if value is None or value == "":
-        return None
+    if value is None or value == "" or isinstance(value, SortBy):
+        return value or None
     if not isinstance(value, str):
         raise custom_error(f"sort_by = {shown(value)} must be a string. Send price, or price:desc.")
     return sort_by_of(value)
@@ -307,7 +263,8 @@ _DATA_SCHEMA: dict[str, Any] = {
     "description": "The content of an image file as base64, also as a data: URL. Other URLs are "
     "refused and never loaded.",
 }
-_Natural = Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_number(1))]
+_Score = Annotated[float, Field(ge=-1, le=1, allow_inf_nan=False)]
+_Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 _Keys = Annotated[list[str], Field(default_factory=list, max_length=_MAX_KEYS, fail_fast=True)]
 
 
@@ -315,30 +272,21 @@ class ImageInput(Strict):
     """An image, or crops of it, each of which is a view of the query."""
 
     data: Annotated[bytes, BeforeValidator(base64_content), WithJsonSchema(_DATA_SCHEMA)]
-    crops: Annotated[
-        list[Annotated[Box, BeforeValidator(_box), WithJsonSchema(_CROP_SCHEMA)]],
-        Field(default_factory=list, fail_fast=True),
-        BeforeValidator(_few("crops of an image", "max_crops")),
-    ]
+    crops: list[Annotated[Box, BeforeValidator(_box), WithJsonSchema(_CROP_SCHEMA)]]
 
 
 class SearchFields(Strict):
-    """Options of a search; validated with the `Settings` as context."""
+    """Options of a search, without the limits of a service, which `search_models` adds."""
 
-    k: Annotated[_Natural, Field(description="Maximum number of hits, or groups.")] = None
-    offset: Annotated[
-        Annotated[int, Field(ge=0)] | None,
-        BeforeValidator(_number(0)),
-        Field(description="Number of top hits, or groups, to skip; offset + k has the limit of k."),
-    ] = None
+    limits: ClassVar[Settings]
+
+    k: int | None
+    offset: int | None
     min_score: Annotated[
-        Annotated[float, Field(ge=-1, le=1)] | None,
-        BeforeValidator(_number(-1, 1)),
-        Field(description="Omit hits below this cosine similarity."),
+        _Score | None, Field(description="Omit hits below this cosine similarity.")
     ] = None
     min_probability: Annotated[
-        Annotated[float, Field(ge=0, le=1)] | None,
-        BeforeValidator(_number(0, 1)),
+        _Share | None,
         Field(
             description="Omit hits and groups with a lower probability of being right; 422 if the "
             "gallery has no probabilities. Facets ignore it. Not with sort_by."
@@ -359,16 +307,10 @@ class SearchFields(Strict):
             "their best item."
         ),
     ] = None
-    group_size: Annotated[
-        _Natural,
-        Field(
-            description="Maximum number of items in each group; default 1. k * group_size has the "
-            "limit of k."
-        ),
-    ] = None
+    group_size: int | None
     distinct: Annotated[
         Distinct,
-        BeforeValidator(_distinct),
+        WrapValidator(_distinct),
         WithJsonSchema(_DISTINCT_SCHEMA),
         Field(
             description="true: return only the best of items with identical content. near: also of "
@@ -380,8 +322,7 @@ class SearchFields(Strict):
         bool, Field(description="Exact search: compare with every item, without the index.")
     ] = False
     diversity: Annotated[
-        Annotated[float, Field(ge=0, le=1)] | None,
-        BeforeValidator(_number(0, 1)),
+        _Share | None,
         Field(
             description="Rerank the best 200 to prefer items unlike earlier ones; 0: off. 0.1 to "
             "0.3 is already strong."
@@ -405,8 +346,8 @@ class SearchFields(Strict):
     ]
 
     @model_validator(mode="after")
-    def _is_within_limits(self, info: ValidationInfo) -> Self:
-        limits = _limits(info)
+    def _is_within_limits(self) -> Self:
+        limits = self.limits
         k, offset, size = self.k or limits.default_k, self.offset or 0, self.group_size or 1
         if offset + k > limits.max_k:
             raise custom_error(
@@ -436,13 +377,13 @@ class SearchFields(Strict):
             )
         return self
 
-    def query(self, limits: Settings) -> Query:
+    def query(self) -> Query:
         """Convert to a query. Raises: FilterError."""
         grouping = None
         if self.group_by:
             grouping = Grouping(self.group_by, self.group_size or 1)
         return Query(
-            k=self.k or limits.default_k,
+            k=self.k or self.limits.default_k,
             offset=self.offset or 0,
             min_score=self.min_score,
             min_probability=self.min_probability,
@@ -478,11 +419,7 @@ class SearchRequest(SearchFields):
     ] = "mean"
     positives: Annotated[_Keys, Field(description="Keys of liked items.")]
     negatives: Annotated[_Keys, Field(description="Keys of disliked items.")]
-    images: Annotated[
-        list[ImageInput],
-        Field(default_factory=list, fail_fast=True),
-        BeforeValidator(_few("images", "max_images")),
-    ]
+    images: list[ImageInput]
 
     @model_validator(mode="after")
     def _has_views(self) -> Self:
@@ -494,15 +431,15 @@ class SearchRequest(SearchFields):
             )
         return self
 
-    def query(self, limits: Settings) -> Query:
+    def query(self) -> Query:
         """Convert to a query. Raises: FilterError, InvalidParameterError."""
         views = sum(max(1, len(image.crops)) for image in self.images)
-        _check(_VIEWS, views, limits.max_views)
+        _check(_VIEWS, views, self.limits.max_views)
         if self.combine == "best":
-            depth = (self.offset or 0) + (self.k or limits.default_k)
+            depth = (self.offset or 0) + (self.k or self.limits.default_k)
             _check("hits", views * depth * (self.group_size or 1), MAX_HITS)
         return replace(
-            super().query(limits),
+            super().query(),
             views=tuple(
                 view
                 for number, image in enumerate(self.images, 1)
@@ -515,16 +452,54 @@ class SearchRequest(SearchFields):
         )
 
 
+@dataclass(frozen=True, slots=True)
+class SearchModels:
+    """The models of one service: of the options of a search, and of a search with images."""
+
+    fields: type[SearchFields]
+    request: type[SearchRequest]
+
+
+def search_models(limits: Settings) -> SearchModels:
+    """Make the models with the limits of the settings, which their JSON schemas show too."""
+
+    def number(least: int, text: str, default: int | None = None) -> Any:
+        kind = Annotated[int, Field(ge=least, le=limits.max_k)]
+        return Annotated[kind | None, Field(description=text)], default
+
+    def few(kind: Any, most: int) -> Any:
+        return Annotated[list[kind], Field(default_factory=list, max_length=most, fail_fast=True)]
+
+    numbers = {
+        "k": number(1, "Maximum number of hits, or groups.", limits.default_k),
+        "offset": number(
+            0, "Number of top hits, or groups, to skip; offset + k has the limit of k."
+        ),
+        "group_size": number(
+            1,
+            "Maximum number of items in each group; default 1. k * group_size has the limit of k.",
+        ),
+    }
+    crop = Annotated[Box, BeforeValidator(_box), WithJsonSchema(_CROP_SCHEMA)]
+    image = create_model("ImageInput", __base__=ImageInput, crops=few(crop, limits.max_crops))
+    fields = create_model("SearchFields", __base__=SearchFields, **numbers)
+    request = create_model(
+        "SearchRequest", __base__=SearchRequest, **numbers, images=few(image, limits.max_images)
+    )
+    for model in (fields, request):
+        model.limits = limits
+    return SearchModels(fields, request)
+
+
 F = TypeVar("F", bound=SearchFields)
 R = TypeVar("R")
 
 
-async def read_search(request: Request, runtime: Runtime) -> Query:
+async def read_search(request: Request, runtime: Runtime, models: SearchModels) -> Query:
     """Read a search from a request.
 
     Raises: HTTPException (400, 415), RequestValidationError, KinlensError.
     """
-    limits = runtime.settings
     readers = {FORM: _from_form, IMAGE: _from_raw, RAW: _from_raw, JSON: _from_json}
     body, reader = await _body(request, readers)
     short = len(body) + len(request.url.query) <= INLINE_BYTES or (
@@ -534,34 +509,28 @@ async def read_search(request: Request, runtime: Runtime) -> Query:
         and len(request.url.query) <= INLINE_BYTES
         and body.count(b"\n--") <= _INLINE_PARTS
     )
-    return await _read_query(
-        lambda: reader(request, body, limits),
-        lambda search: search.query(limits),
-        runtime,
-        short=short,
-    )
+    return await _read_query(lambda: reader(request, body, models.request), runtime, short=short)
 
 
-async def read_batch(request: Request, runtime: Runtime) -> list[Query | Exception]:
+async def read_batch(
+    request: Request, runtime: Runtime, models: SearchModels
+) -> list[Query | Exception]:
     """Read a batch of searches; an invalid query is replaced by its error.
 
     Raises: HTTPException (400, 415), RequestValidationError, KinlensError.
     """
-    limits = runtime.settings
     body, reader = await _body(request, {JSON: _batch_from_json, FORM: _batch_from_form})
-    return await off_loop(runtime, lambda: reader(request, body, limits), short=False)
+    return await off_loop(runtime, lambda: reader(request, body, models.request), short=False)
 
 
-async def read_fields(pairs: Pairs, runtime: Runtime) -> Query:
+async def read_fields(pairs: Pairs, runtime: Runtime, models: SearchModels) -> Query:
     """Read a query without images from a query string.
 
     Raises: RequestValidationError, KinlensError.
     """
-    limits = runtime.settings
     length = sum(len(name) + len(value) for name, value in pairs)
     return await _read_query(
-        lambda: checked(SearchFields, _fields(pairs), limits),
-        lambda fields: fields.query(limits),
+        lambda: checked(models.fields, _fields(pairs)),
         runtime,
         short=length <= INLINE_BYTES,
     )
@@ -576,10 +545,8 @@ async def charge(request: Request, queries: Sequence[Query | Exception]) -> None
     await account_of(request.scope).owe(units)
 
 
-async def _read_query(
-    read: Callable[[], F], query: Callable[[F], T], runtime: Runtime, *, short: bool
-) -> T:
-    """Read fields with `read` and convert them with `query`, on the event loop if they are `short`.
+async def _read_query(read: Callable[[], SearchFields], runtime: Runtime, *, short: bool) -> Query:
+    """Read fields with `read` and convert them to a query, on the event loop if they are `short`.
 
     Filters have their own limit: 4 KiB take 12 ms to parse, 100 times as long as other fields. One
     thread parses all long filters, so they cannot use more than their share of the GIL. Their
@@ -587,8 +554,8 @@ async def _read_query(
     """
     fields = await off_loop(runtime, read, short=short)
     if fields.has_short_filter:
-        return await off_loop(runtime, lambda: query(fields), short=short)
-    return await runtime.read("the filter", lambda: query(fields), "filter")
+        return await off_loop(runtime, fields.query, short=short)
+    return await runtime.read("the filter", fields.query, "filter")
 
 
 async def _body(request: Request, readers: Mapping[str, R]) -> tuple[bytes, R]:
@@ -603,49 +570,56 @@ async def _body(request: Request, readers: Mapping[str, R]) -> tuple[bytes, R]:
     return body, reader
 
 
-def _from_form(request: Request, body: bytes, limits: Settings) -> SearchRequest:
+def _from_form(request: Request, body: bytes, model: type[SearchRequest]) -> SearchRequest:
     images, pairs = read_form(request, body)
-    return _with_images([*request.query_params.multi_items(), *pairs], images, limits)
+    return _with_images([*request.query_params.multi_items(), *pairs], images, model)
 
 
-def _from_raw(request: Request, body: bytes, limits: Settings) -> SearchRequest:
-    return _with_images(request.query_params.multi_items(), [body], limits)
+def _from_raw(request: Request, body: bytes, model: type[SearchRequest]) -> SearchRequest:
+    return _with_images(request.query_params.multi_items(), [body], model)
 
 
-def _from_json(request: Request, body: bytes, limits: Settings) -> SearchRequest:
+def _from_json(request: Request, body: bytes, model: type[SearchRequest]) -> SearchRequest:
     payload, fields = parse_object(body), _fields(request.query_params.multi_items())
     for name in fields.keys() & payload.keys():
         raise fault(name, f"{name} was sent twice; send it once, in the query string or the body.")
-    return _checked({**fields, **payload}, limits)
+    if fields:
+        read = checked(model, fields)
+        fields = {name: getattr(read, name) for name in read.model_fields_set}
+    return _not_empty(checked(model, {**fields, **payload}, strict=True))
 
 
-def _batch_from_json(_: Request, body: bytes, limits: Settings) -> list[Query | Exception]:
+def _batch_from_json(
+    _: Request, body: bytes, model: type[SearchRequest]
+) -> list[Query | Exception]:
     payload = parse_object(body)
     raw = payload.get("queries")
     if payload.keys() != {"queries"} or not isinstance(raw, list) or not raw:
         raise fault("queries", 'queries must be a list of searches; send {"queries": [{…}]}.')
-    _check("queries", len(raw), limits.max_batch_queries)
-    queries = [_one_of_batch(value, limits) for value in raw]
-    _check_amounts([query for query in queries if isinstance(query, Query)], limits)
+    _check("queries", len(raw), model.limits.max_batch_queries)
+    queries = [_one_of_batch(value, model) for value in raw]
+    _check_amounts([query for query in queries if isinstance(query, Query)], model.limits)
     return queries
 
 
-def _one_of_batch(value: Any, limits: Settings) -> Query | Exception:
+def _one_of_batch(value: Any, model: type[SearchRequest]) -> Query | Exception:
     try:
-        return _checked(value, limits).query(limits)
+        return _not_empty(checked(model, value, strict=True)).query()
     except (RequestValidationError, KinlensError) as error:
         return error
 
 
-def _batch_from_form(request: Request, body: bytes, limits: Settings) -> list[Query | Exception]:
+def _batch_from_form(
+    request: Request, body: bytes, model: type[SearchRequest]
+) -> list[Query | Exception]:
     images, pairs = read_form(request, body)
     if not images:
         raise _empty_query()
-    _check("queries", len(images), limits.max_batch_queries)
-    search = _with_images(pairs, images[:1], limits)
-    shared, crops = search.query(limits), search.images[0].crops
+    _check("queries", len(images), model.limits.max_batch_queries)
+    search = _with_images(pairs, images[:1], model)
+    shared, crops = search.query(), search.images[0].crops
     queries = [shared.with_views(views_of(data, crops)) for data in images]
-    _check_amounts(queries, limits)
+    _check_amounts(queries, model.limits)
     return list(queries)
 
 
@@ -689,23 +663,24 @@ def _fields(pairs: Pairs) -> dict[str, Any]:
     return fields
 
 
-def _with_images(pairs: Pairs, images: Sequence[bytes], limits: Settings) -> SearchRequest:
+def _with_images(
+    pairs: Pairs, images: Sequence[bytes], model: type[SearchRequest]
+) -> SearchRequest:
     """The search with the crops in `pairs` for each image; errors use the names of form fields."""
     crops = [value for name, value in pairs if name == "crop"]
     fields = _fields([pair for pair in pairs if pair[0] != "crop"])
     sent = [{"data": data, "crops": crops} for data in images]
-    try:
-        return _checked({**fields, "images": sent}, limits)
-    except RequestValidationError as error:
-        for each in error.errors():
-            [name] = each["loc"]
-            if name.startswith("images"):
-                each["loc"] = ("crop" if "crops" in name else "image",)
-        raise
+    return _not_empty(checked(model, {**fields, "images": sent}, _form_name))
 
 
-def _checked(value: Any, limits: Settings) -> SearchRequest:
-    search = checked(SearchRequest, value, limits)
+def _form_name(location: Sequence[str | int]) -> str:
+    if location[:1] == ("images",):
+        return "crop" if "crops" in location else "image"
+    return path_of(location)
+
+
+def _not_empty(search: SearchRequest) -> SearchRequest:
+    """Raises: RequestValidationError for a search without an image or a positive."""
     if not search.images and not search.positives:
         raise _empty_query()
     return search

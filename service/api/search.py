@@ -1,14 +1,15 @@
 """Searches over HTTP: the routes and their OpenAPI documentation.
 
 `kinlens.service.api.requests` parses the forms, JSON and raw images, not FastAPI, so the
-documentation of the bodies is written here.
+documentation of the bodies is derived here from its models.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
+from pydantic import Field, create_model
 from pydantic_core import to_json
 
 from kinlens.embedder import errors
@@ -26,12 +27,14 @@ from kinlens.service.api.requests import (
     IMAGE,
     RAW,
     SearchFields,
-    SearchRequest,
+    SearchModels,
+    Strict,
     charge,
     inlined,
     read_batch,
     read_fields,
     read_search,
+    search_models,
 )
 from kinlens.service.galleries.feedback import FeedbackStore, Question
 from kinlens.service.galleries.links import with_links
@@ -42,7 +45,6 @@ from kinlens.service.problems import PROBLEM_TYPES, described, request_id_of
 from kinlens.service.runtime import Runtime
 from kinlens.service.search.explanation import explain
 from kinlens.service.search.query import Answer, Query
-from kinlens.service.settings import Settings
 
 _OF_ID = ("generation", "version")
 _HEADERS = {"Cache-Control": "no-store"}
@@ -82,7 +84,7 @@ _CROP = {"type": "string", "examples": ["0.1,0.2,0.5,0.5"]}
 
 def build_router(runtime: Runtime) -> APIRouter:
     """Build the routes of searches, with the limits of the settings."""
-    router, limits = APIRouter(route_class=RequestRoute), runtime.settings
+    router, models = APIRouter(route_class=RequestRoute), search_models(runtime.settings)
     feedback = runtime.feedback
 
     @router.post(
@@ -92,7 +94,7 @@ def build_router(runtime: Runtime) -> APIRouter:
             200: {"description": "The hits or groups."},
             **problems(*_SEARCH),
         },
-        openapi_extra=search_docs(limits),
+        openapi_extra=search_docs(models),
         summary="Search with images or items",
     )
     @rule("search", "items", "image")
@@ -103,7 +105,7 @@ def build_router(runtime: Runtime) -> APIRouter:
         Several images, crops and items are combined into one query. For several queries use
         POST /search/batch.
         """
-        query = await read_search(request, runtime)
+        query = await read_search(request, runtime, models)
         await charge(request, [query])
         answer = await while_connected(request, runtime.searching.search(query))
         return _response(answer, feedback)
@@ -119,7 +121,7 @@ def build_router(runtime: Runtime) -> APIRouter:
                 PROBLEM_TYPES[errors.OverloadedError],
             ),
         },
-        openapi_extra=_batch_docs(limits),
+        openapi_extra=_batch_docs(models),
         summary="Several searches at once",
     )
     @rule("search", "items", "batch")
@@ -129,7 +131,7 @@ def build_router(runtime: Runtime) -> APIRouter:
         Send JSON with a list of searches, or a form in which each image is a query and all queries
         share the other fields.
         """
-        queries = await read_batch(request, runtime)
+        queries = await read_batch(request, runtime, models)
         await charge(request, queries)
         answers = await while_connected(request, runtime.searching.search_all(queries))
         return _batch_response(answers, request, feedback)
@@ -143,7 +145,7 @@ def build_router(runtime: Runtime) -> APIRouter:
             200: {"description": "Similar items, without the item itself."},
             **problems(*SIMILAR),
         },
-        openapi_extra={"parameters": search_parameters(SearchFields, limits)},
+        openapi_extra={"parameters": search_parameters(models.fields)},
         summary="Search with an item",
     )
     @rule("search", "items")
@@ -151,7 +153,7 @@ def build_router(runtime: Runtime) -> APIRouter:
         request: Request, name: str, item_id: ItemId, generation: Generation
     ) -> Response:
         """The items that are visually most similar to this one, without it, best first."""
-        return await similar_to(runtime, request, name, item_id, generation)
+        return await similar_to(runtime, models, request, name, item_id, generation)
 
     @router.post(
         "/galleries/{name}/items/{item_id}/explain",
@@ -160,7 +162,7 @@ def build_router(runtime: Runtime) -> APIRouter:
             200: {"description": "The share of each region in the score."},
             **problems(*EXPLAIN),
         },
-        openapi_extra=search_docs(limits),
+        openapi_extra=search_docs(models),
         summary="Explain a hit",
     )
     @rule("search", "items", "image")
@@ -170,17 +172,22 @@ def build_router(runtime: Runtime) -> APIRouter:
         The gallery is that of the URL; `k`, `filter` and similar fields are ignored. It needs a
         bundle that was exported with a map (`has_map` of the gallery).
         """
-        return await explanation_of(runtime, request, name, item_id)
+        return await explanation_of(runtime, models, request, name, item_id)
 
     return router
 
 
 async def similar_to(
-    runtime: Runtime, request: Request, name: str, item_id: int, version: str | None
+    runtime: Runtime,
+    models: SearchModels,
+    request: Request,
+    name: str,
+    item_id: int,
+    version: str | None,
 ) -> Response:
     """The response of a search with an item; the options are in the query string."""
     pairs = [pair for pair in request.query_params.multi_items() if pair[0] not in _OF_ID]
-    query = await read_fields(pairs, runtime)
+    query = await read_fields(pairs, runtime, models)
     await charge(request, [query])
     query = replace(query, gallery=name, like=item_id, generation=version)
     like = ""
@@ -191,10 +198,15 @@ async def similar_to(
 
 
 async def explanation_of(
-    runtime: Runtime, request: Request, name: str, item_id: int, generation: str | None = None
+    runtime: Runtime,
+    models: SearchModels,
+    request: Request,
+    name: str,
+    item_id: int,
+    generation: str | None = None,
 ) -> Response:
     """The response with the regions of query and item that contribute to their score."""
-    query = await read_search(request, runtime)
+    query = await read_search(request, runtime, models)
     if query.best_view:
         raise errors.InvalidParameterError(
             "combine = best is not supported here; send only the image or crop that found the hit."
@@ -300,70 +312,47 @@ def _timings(answer: Answer) -> dict[str, float]:
     return {name: round(getattr(answer.stages, name), 3) for name in Timings.model_fields}
 
 
-def search_docs(limits: Settings) -> dict[str, Any]:
+def search_docs(models: SearchModels) -> dict[str, Any]:
+    """The OpenAPI of a search in each syntax."""
     content = {
-        FORM: {"schema": _form(limits, limits.max_images)},
-        JSON: {"schema": _schema(SearchRequest, limits), "examples": _REQUESTS},
+        FORM: {"schema": _form(models, models.request.limits.max_images)},
+        JSON: {"schema": inlined(models.request), "examples": _REQUESTS},
         RAW: {"schema": _FILE},
         IMAGE: {"schema": _FILE},
     }
     return {
-        "parameters": search_parameters(SearchRequest, limits),
+        "parameters": search_parameters(models.request),
         "requestBody": {"required": True, "content": content},
     }
 
 
-def _batch_docs(limits: Settings) -> dict[str, Any]:
-    queries = {
-        "title": "Queries",
-        "type": "array",
-        "items": _schema(SearchRequest, limits),
-        "minItems": 1,
-        "maxItems": limits.max_batch_queries,
-    }
-    schema = {
-        "title": "BatchRequest",
-        "description": "Several searches, validated and answered independently.",
-        "type": "object",
-        "properties": {"queries": queries},
-        "required": ["queries"],
-        "additionalProperties": False,
-    }
-    form = _form(limits, limits.max_batch_queries) | {"required": ["image"]}
-    content = {JSON: {"schema": schema, "examples": _BATCHES}, FORM: {"schema": form}}
+def _batch_docs(models: SearchModels) -> dict[str, Any]:
+    most = models.request.limits.max_batch_queries
+    searches: Any = list[models.request]  # type: ignore[name-defined]
+    queries: Any = Annotated[searches, Field(min_length=1, max_length=most)]
+    text = "Several searches, validated and answered independently."
+    batch = create_model("BatchRequest", __base__=Strict, __doc__=text, queries=queries)
+    form = _form(models, most) | {"required": ["image"]}
+    content = {JSON: {"schema": inlined(batch), "examples": _BATCHES}, FORM: {"schema": form}}
     return {"requestBody": {"required": True, "content": content}}
 
 
-def _schema(model: type[SearchFields], limits: Settings) -> dict[str, Any]:
-    """The JSON schema of a request, with the limits of this service."""
-    schema = inlined(model)
-    fields = schema["properties"]
-    for name in ("k", "offset", "group_size"):
-        fields[name]["anyOf"][0]["maximum"] = limits.max_k
-    fields["k"]["default"] = limits.default_k
-    if "images" in fields:
-        fields["images"]["maxItems"] = limits.max_images
-        fields["images"]["items"]["properties"]["crops"]["maxItems"] = limits.max_crops
-    return schema
-
-
-def _text_fields(model: type[SearchFields], limits: Settings) -> dict[str, Any]:
+def _text_fields(model: type[SearchFields]) -> dict[str, Any]:
     """The schema of each field in a form or a query string, where values are never null."""
-    fields = _schema(model, limits)["properties"]
     texts = {}
-    for name, schema in fields.items():
+    for name, schema in inlined(model)["properties"].items():
         choice = schema.pop("anyOf", [{}])[0]  # the first type is text if allowed; null is last
         default = schema.pop("default", None)
         known = {} if default is None else {"default": default}
         texts[name.removesuffix("s")] = {**choice, **schema, **known}  # positives -> positive
     texts["facets"] = {**_FACETS, "description": texts.pop("facet")["description"]}
     if texts.pop("image", None):
-        crops = {"type": "array", "items": _CROP, "maxItems": limits.max_crops}
+        crops = {"type": "array", "items": _CROP, "maxItems": model.limits.max_crops}
         texts["crop"] = {**crops, "description": _CROP_TEXT}
     return texts
 
 
-def _form(limits: Settings, max_images: int) -> dict[str, Any]:
+def _form(models: SearchModels, max_images: int) -> dict[str, Any]:
     image = {
         "type": "array",
         "items": _FILE,
@@ -373,12 +362,12 @@ def _form(limits: Settings, max_images: int) -> dict[str, Any]:
     }
     return {
         "type": "object",
-        "properties": {"image": image, **_text_fields(SearchRequest, limits)},
+        "properties": {"image": image, **_text_fields(models.request)},
         "additionalProperties": False,
     }
 
 
-def search_parameters(model: type[SearchFields], limits: Settings) -> list[dict[str, Any]]:
+def search_parameters(model: type[SearchFields]) -> list[dict[str, Any]]:
     """The OpenAPI parameters for the fields of `model` in a query string."""
     return [
         {
@@ -388,5 +377,5 @@ def search_parameters(model: type[SearchFields], limits: Settings) -> list[dict[
             "description": schema.pop("description"),
             "schema": {key: value for key, value in schema.items() if key != "title"},
         }
-        for name, schema in _text_fields(model, limits).items()
+        for name, schema in _text_fields(model).items()
     ]

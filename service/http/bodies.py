@@ -9,7 +9,7 @@ import asyncio
 import codecs
 import contextlib
 import zlib
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, Literal, Protocol, TypeVar
@@ -545,7 +545,7 @@ async def read_model(request: Request, model: type[M]) -> M:
     body = await request.body()
     threads: Threads = request.app.state.runtime
     return await off_loop(
-        threads, lambda: checked(model, parse_object(body), None), short=len(body) <= INLINE_BYTES
+        threads, lambda: checked(model, parse_object(body)), short=len(body) <= INLINE_BYTES
     )
 
 
@@ -555,22 +555,33 @@ def body_docs(model: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": content}}
 
 
-def checked(model: type[M], value: Any, context: object) -> M:
-    """Validate `value` as a model. Raises: RequestValidationError."""
+def checked(
+    model: type[M],
+    value: Any,
+    named: Callable[[Sequence[str | int]], str] = path_of,
+    *,
+    strict: bool = False,
+) -> M:
+    """Validate `value` as a model; `strict` refuses texts for numbers and booleans, which JSON has.
+
+    Raises: RequestValidationError.
+    """
     try:
-        return model.model_validate(value, context=context)
+        return model.model_validate(value, strict=strict)
     except ValidationError as error:
-        raise as_faults(error) from None
+        raise as_faults(error, named) from None
 
 
-def as_faults(error: ValidationError, name: str = "") -> RequestValidationError:
-    """Convert a pydantic error about parameter `name`, or about the parameters that it names."""
+def as_faults(
+    error: ValidationError, named: Callable[[Sequence[str | int]], str] = path_of
+) -> RequestValidationError:
+    """Convert a pydantic error; `named` is the name of a parameter for its location."""
     found = error.errors(include_url=False)
-    return RequestValidationError([_readable(each, name) for each in found[:_MAX_FAULTS]])
+    return RequestValidationError([_readable(each, named) for each in found[:_MAX_FAULTS]])
 
 
-def _readable(each: ErrorDetails, name: str) -> dict[str, Any]:
-    name = name or path_of(each["loc"]) or "request"
+def _readable(each: ErrorDetails, named: Callable[[Sequence[str | int]], str]) -> dict[str, Any]:
+    name = named(each["loc"]) or "request"
     return {"type": "out_of_range", "loc": (name,), "msg": fault_text(each, name)}
 
 

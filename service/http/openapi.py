@@ -124,12 +124,12 @@ def openapi_routes(app: FastAPI, assets: Assets) -> APIRouter:
     async def docs(request: Request) -> Response:
         return html.answer(request.headers)
 
-    @router.get("/docs/{name}")
+    @router.get("/docs/{path:path}")
     @rule(None, "none")
-    async def file(request: Request, name: str) -> Response:
-        if name not in _VIEWER:
-            raise HTTPException(404, f"/docs/{name} does not exist.")
-        return (await viewer.get())[name].answer(request.headers)
+    async def file(request: Request, path: str) -> Response:
+        if path not in _VIEWER:
+            raise HTTPException(404, f"/docs/{path} does not exist.")
+        return (await viewer.get())[path].answer(request.headers)
 
     return router
 

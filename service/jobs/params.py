@@ -55,7 +55,7 @@ _LOSS = "Largest accepted fall of recall@1."
 class Params(BaseModel):
     """Parameters of a job of one `kind`; an unknown name is an error."""
 
-    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+    model_config = ConfigDict(extra="forbid", populate_by_name=True, strict=True)
     kind: ClassVar[JobKind]
 
 

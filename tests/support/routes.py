@@ -10,7 +10,7 @@ FREE = None
 _TABLE: dict[tuple[str | None, str], str] = {
     (FREE, "none"): """
         GET /           GET /admin      GET /ui/{path:path}
-        GET /docs       GET /docs/{name}                GET /openapi.json
+        GET /docs       GET /docs/{path:path}              GET /openapi.json
         GET /live       GET /startup
     """,
     (FREE, "items"): "GET /ready",

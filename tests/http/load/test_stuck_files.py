@@ -26,7 +26,7 @@ from tests.support.waiting import until
 from tests.tiny import encoded, photo
 
 LIMIT_MS = 1_000
-IN_MEMORY = {"GET /", "GET /admin", "GET /docs", "GET /docs/{name}", "GET /ui/{path:path}"}
+IN_MEMORY = {"GET /", "GET /admin", "GET /docs", "GET /docs/{path:path}", "GET /ui/{path:path}"}
 """The pages; they are not read per request."""
 
 BACKGROUND = {"jobs", "tidy jobs", "job", "compaction"}

@@ -98,9 +98,13 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "unknown field": (IMAGES | {"min-score": 1}, "min-score is not a parameter"),
     "k true": (IMAGES | {"k": True}, "k = True"),
     "k list": (IMAGES | {"k": [1]}, "k = [1]"),
+    "k as a text": (IMAGES | {"k": "3"}, "k = '3' is not a whole number"),
+    "exact as a text": (IMAGES | {"exact": "yes"}, "exact = 'yes' is neither true nor false"),
+    "distinct as a text": (IMAGES | {"distinct": "true"}, "send true, false or near"),
+    "score as a text": (IMAGES | {"min_score": "0.5"}, "min_score = '0.5' is not a number"),
     "reach": (IMAGES | {"k": 10, "offset": 9_995}, "offset + k = 10,005"),
     "groups": (IMAGES | {"k": 200, "group_by": "x", "group_size": 100}, "k * group_size = 20,000"),
-    "min_probability": (IMAGES | {"min_probability": 1.5}, "from 0 to 1"),
+    "min_probability": (IMAGES | {"min_probability": 1.5}, "use 1.0 or less"),
     "combine": (IMAGES | {"combine": "separate"}, "'mean' or 'best'"),
     **{
         f"best with {name}": (
@@ -110,10 +114,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         for name, value in {"positives": ["0"], "distinct": True, "diversity": 0.2}.items()
     },
     "filter": (IMAGES | {"filter": 3}, "filter = 3 is neither"),
-    "diversity": (IMAGES | {"diversity": 2}, "a number from 0 to 1"),
+    "diversity": (IMAGES | {"diversity": 2}, "diversity = 2 is too large; use 1.0 or less"),
     "boost of a word": (IMAGES | {"boost": "price"}, "Write price:-0.1"),
-    "images": ({"images": [{"data": GOOD}] * 33}, "33 images exceed the limit of 32"),
-    "crops": (cropped(*[[0, 0, 1, 1]] * 17), "17 crops of an image exceed the limit of 16"),
+    "images": ({"images": [{"data": GOOD}] * 33}, "images has 33 entries; use 32 or fewer"),
+    "crops": (cropped(*[[0, 0, 1, 1]] * 17), "images[0].crops has 17 entries; use 16 or fewer"),
     "crop outside": (cropped([0.9, 0, 0.5, 1]), "extends beyond the image"),
     "crop of three": (cropped([0, 0, 1]), "four finite numbers"),
     "crop of null": (cropped(None), "left,top,width,height"),
@@ -140,8 +144,8 @@ def test_configured_limits_are_enforced_and_documented(tmp_path, closes) -> None
     shop = closes(start_market(tmp_path, **limits))
     assert post(shop.running, IMAGES).json()["k"] == 5
     assert post(shop.running, IMAGES | {"k": 9}).json()["count"] == 9
-    assert "1 to 9" in refusal(post(shop.running, IMAGES | {"k": 10}))
-    assert "limit of 2" in refusal(post(shop.running, {"images": [{"data": GOOD}] * 3}))
+    assert "use 9 or less" in refusal(post(shop.running, IMAGES | {"k": 10}))
+    assert "use 2 or fewer" in refusal(post(shop.running, {"images": [{"data": GOOD}] * 3}))
     batch = post(shop.running, {"queries": [IMAGES] * 4}, "/search/batch")
     assert "limit is 3" in refusal(batch)
     paths = shop.client.get("/openapi.json").json()["paths"]
@@ -268,6 +272,10 @@ WRONG: list[tuple[str, object, str]] = [
     (SWAP, {"with": "../x"}, f"with = '../x' does not have the right form; use {NAME_FORM}."),
     (REBUILD, {"bundle_id": 5}, "bundle_id must be a string (got 5); use a string."),
     (REBUILD, {}, "bundle_id is missing; send it in the JSON body."),
+    (
+        "POST /galleries/shop/sync",
+        *({"dry_run": "yes"}, "dry_run = 'yes' is neither true nor false; use one of the two."),
+    ),
     (
         *(TRAINING, {**TRAIN, "gate": {"max_recall_loss": -1, "min_queries": 2.5}}),
         "gate.max_recall_loss = -1 is too small; use 0.0 or more. gate.min_queries = 2.5 is "

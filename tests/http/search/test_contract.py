@@ -58,10 +58,10 @@ BAD: dict[str, tuple[dict[str, Any], int, str, str]] = {
     "address": (sent(b"http://169.254.169.254/"), 415, "unsupported-format", "not an image"),
     "truncated": (sent(GOOD[: len(GOOD) // 2]), 422, "corrupt-image", "truncated"),
     "bomb": (sent(claiming(65_535, 65_535)), 413, "image-too-large", "4294836225 pixels"),
-    "k = 0": (sent(k="0"), *PARAMETER, "k = 0 is outside its range; send a whole number from 1 to"),
-    "k is long": (sent(k="9" * 5000), *PARAMETER, f"k = {'9' * 40} "),
+    "k = 0": (sent(k="0"), *PARAMETER, "k = '0' is too small; use 1 or more"),
+    "k is long": (sent(k="9" * 5000), *PARAMETER, f"k = '{'9' * 40}' "),
     "k is a file": (sent(k=b"3"), *PARAMETER, "k was sent as a file"),
-    "min_score = nan": (sent(min_score="nan"), *PARAMETER, "min_score = nan "),
+    "min_score = nan": (sent(min_score="nan"), *PARAMETER, "min_score = 'nan' "),
     "unknown gallery": (sent(gallery="shoes"), 404, "unknown-gallery", "Known are: shop"),
     "no image": ({"files": {"k": (None, "3")}}, *PARAMETER, "image and positives are missing"),
     "image as text": (

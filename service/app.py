@@ -28,9 +28,9 @@ from kinlens.service.encoding.cache import Cache
 from kinlens.service.encoding.workers import Workers
 from kinlens.service.galleries.locations import Opened
 from kinlens.service.http.bodies import BodyLimit, bounds_of
-from kinlens.service.http.edge import Edge
+from kinlens.service.http.edge import Compression, Edge
 from kinlens.service.http.openapi import openapi_routes
-from kinlens.service.http.pages import Assets, Compression
+from kinlens.service.http.pages import Assets
 from kinlens.service.http.rules import KEY_HEADER, Admission, Route, check_rules, rule
 from kinlens.service.observe.metrics_shared import kept_fresh
 from kinlens.service.observe.tracing import Tracing, open_tracing

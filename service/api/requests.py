@@ -279,6 +279,7 @@ class SearchFields(Strict):
     """Options of a search, without the limits of a service, which `search_models` adds."""
 
     limits: ClassVar[Settings]
+    max_views: ClassVar[int]
 
     k: int | None
     offset: int | None
@@ -433,17 +434,19 @@ class SearchRequest(SearchFields):
 
     def query(self) -> Query:
         """Convert to a query. Raises: FilterError, InvalidParameterError."""
-        views = sum(max(1, len(image.crops)) for image in self.images)
-        _check(_VIEWS, views, self.limits.max_views)
+        views = sum([max(1, len(image.crops)) for image in self.images])
+        _check(_VIEWS, views, self.max_views)
         if self.combine == "best":
             depth = (self.offset or 0) + (self.k or self.limits.default_k)
             _check("hits", views * depth * (self.group_size or 1), MAX_HITS)
         return replace(
             super().query(),
             views=tuple(
-                view
-                for number, image in enumerate(self.images, 1)
-                for view in views_of(image.data, image.crops, number)
+                [
+                    view
+                    for number, image in enumerate(self.images, 1)
+                    for view in views_of(image.data, image.crops, number)
+                ]
             ),
             positives=tuple(dict.fromkeys(self.positives)),
             negatives=tuple(dict.fromkeys(self.negatives)),
@@ -487,7 +490,7 @@ def search_models(limits: Settings) -> SearchModels:
         "SearchRequest", __base__=SearchRequest, **numbers, images=few(image, limits.max_images)
     )
     for model in (fields, request):
-        model.limits = limits
+        model.limits, model.max_views = limits, limits.max_views
     return SearchModels(fields, request)
 
 
@@ -541,7 +544,7 @@ async def charge(request: Request, queries: Sequence[Query | Exception]) -> None
 
     Raises: RateLimitedError.
     """
-    units = sum(query.units if isinstance(query, Query) else 1 for query in queries)
+    units = sum([query.units if isinstance(query, Query) else 1 for query in queries])
     await account_of(request.scope).owe(units)
 
 

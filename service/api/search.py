@@ -256,9 +256,10 @@ async def _with_key(runtime: Runtime, query: Query) -> tuple[Query, str]:
 
 
 def _response(answer: Answer, feedback: FeedbackStore | None, like: str = "") -> Response:
-    stages = ", ".join(f"{stage};dur={ms}" for stage, ms in _timings(answer).items())
+    timings = _timings(answer)
+    stages = ", ".join([f"{stage};dur={ms}" for stage, ms in timings.items()])
     headers = {**_HEADERS, "X-Kinlens-Bundle": answer.bundle_id, "Server-Timing": stages}
-    return Response(_json(answer, feedback, like), headers=headers, media_type=JSON)
+    return Response(_json(answer, timings, feedback, like), headers=headers, media_type=JSON)
 
 
 def _batch_response(
@@ -270,12 +271,18 @@ def _batch_response(
 
 def _outcome(answer: Answer | Exception, request: Request, feedback: FeedbackStore | None) -> bytes:
     if isinstance(answer, Answer):
-        return b'{"status":200,"answer":' + _json(answer, feedback) + b',"problem":null}'
+        return (
+            b'{"status":200,"answer":'
+            + _json(answer, _timings(answer), feedback)
+            + b',"problem":null}'
+        )
     problem = described(answer, request_id=request_id_of(request.scope), instance=request.url.path)
     return to_json({"status": problem["status"], "answer": None, "problem": problem})
 
 
-def _json(answer: Answer, feedback: FeedbackStore | None, like: str = "") -> bytes:
+def _json(
+    answer: Answer, timings: dict[str, float], feedback: FeedbackStore | None, like: str = ""
+) -> bytes:
     """The answer as JSON; the results are encoded already and are not parsed again."""
     head = to_json(
         {
@@ -286,7 +293,7 @@ def _json(answer: Answer, feedback: FeedbackStore | None, like: str = "") -> byt
             "offset": answer.query.offset,
             "cached": answer.cached,
             "min_score": answer.query.min_score,
-            "timings_ms": _timings(answer),
+            "timings_ms": timings,
             **({} if feedback is None else {"answer_id": _answer_id(answer, feedback, like)}),
         }
     )

@@ -1,4 +1,4 @@
-"""The outermost middleware: host and path of a request; id, headers, log and metrics of its answer.
+"""The outer middleware: host and path of a request; headers, log and compression of its answer.
 
 Edge ─► CORS ─► BodyLimit ─► Compression ─► router
 400, 308
@@ -11,6 +11,7 @@ from http import HTTPStatus
 
 import structlog
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.gzip import GZipMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -58,6 +59,7 @@ class Edge:
     def __init__(self, app: ASGIApp, *, settings: Settings, metrics: Metrics) -> None:
         self.app = app
         self._metrics = metrics
+        self._is_traced = settings.otlp_endpoint is not None
         self._hosts = settings.hosts()
         self._prefix = settings.prefix
         self._addresses = Addresses(settings.trusted_proxies)
@@ -96,7 +98,8 @@ class Edge:
                 report()  # before the client has the whole answer and can read the metrics
             await send(message)
 
-        with structlog.contextvars.bound_contextvars(request_id=request_id, **trace_fields()):
+        traced = trace_fields() if self._is_traced else {}
+        with structlog.contextvars.bound_contextvars(request_id=request_id, **traced):
             try:
                 await self._pass(scope, receive, observe)
             finally:
@@ -122,9 +125,8 @@ class Edge:
         A prefix in a header is never removed: a client could send it to get past a proxy that
         blocks paths.
         """
-        prefix, sent = self._prefix, None
-        if self._prefixing.trusts(scope):
-            sent = forwarded_prefix(Headers(scope=scope).getlist("x-forwarded-prefix"))
+        prefix, headers = self._prefix, Headers(scope=scope).getlist("x-forwarded-prefix")
+        sent = forwarded_prefix(headers) if headers and self._prefixing.trusts(scope) else None
         set_prefix(prefix if sent is None else sent)
         path = scope["path"]
         if not prefix or not f"{path}/".startswith(f"{prefix}/"):
@@ -165,11 +167,11 @@ class Edge:
         return problem(kind, text, request_id=request_id_of(scope), instance=scope["path"])
 
     def _add_headers(self, state: Scope, message: Message) -> None:
-        set_already = {name for name, _ in message.get("headers", ())}
+        sent = dict(message.get("headers", ()))  # the route may have other values
         message["headers"] = [
             *message.get("headers", ()),
             (b"x-request-id", state["request_id"].encode()),
-            *(header for header in self._headers if header[0] not in set_already),
+            *[header for header in self._headers if header[0] not in sent],
         ]
         account: Account | None = state.get("account")
         if account is not None and (verdict := account.verdict).amount is not None:
@@ -196,6 +198,31 @@ class Edge:
             bytes=size,
             ms=round(seconds * 1e3, 1),
         )
+
+
+def accepts_gzip(header: str) -> bool:
+    """Whether the value of an Accept-Encoding header permits gzip."""
+    qualities = {}
+    for part in header.lower().split(","):
+        coding, _, quality = part.replace(" ", "").partition(";q=")
+        qualities[coding] = bool(re.sub(r"[0.]", "", quality or "1"))
+    return qualities.get("gzip", qualities.get("x-gzip", qualities.get("*", False)))
+
+
+class Compression:
+    """gzip for answers of texts above 4 KiB; images are compressed already."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = GZipMiddleware(app, minimum_size=4 * 2**10, compresslevel=3)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            # The middleware only looks for the word gzip, also in `gzip;q=0`.
+            headers = [header for header in scope["headers"] if header[0] != b"accept-encoding"]
+            if accepts_gzip(Headers(scope=scope).get("accept-encoding", "")):
+                headers.append((b"accept-encoding", b"gzip"))
+            scope = {**scope, "headers": headers}
+        await self._app(scope, receive, send)
 
 
 def _request_id(scope: Scope) -> str:

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.middleware.gzip import GZipMiddleware
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+
+from kinlens.service.http.edge import accepts_gzip
 
 UI = Path(__file__).parents[1] / "ui"
 _MEDIA_TYPES = {
@@ -58,31 +58,6 @@ class Page:
         if is_packed:
             sent["Content-Encoding"] = "gzip"
         return Response(self.compressed if is_packed else self.body, 200, sent, self.media_type)
-
-
-def accepts_gzip(header: str) -> bool:
-    """Whether the value of an Accept-Encoding header permits gzip."""
-    qualities = {}
-    for part in header.lower().split(","):
-        coding, _, quality = part.replace(" ", "").partition(";q=")
-        qualities[coding] = bool(re.sub(r"[0.]", "", quality or "1"))
-    return qualities.get("gzip", qualities.get("x-gzip", qualities.get("*", False)))
-
-
-class Compression:
-    """gzip for answers of texts above 4 KiB; images are compressed already."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = GZipMiddleware(app, minimum_size=4 * 2**10, compresslevel=3)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            # The middleware only looks for the word gzip, also in `gzip;q=0`.
-            headers = [header for header in scope["headers"] if header[0] != b"accept-encoding"]
-            if accepts_gzip(Headers(scope=scope).get("accept-encoding", "")):
-                headers.append((b"accept-encoding", b"gzip"))
-            scope = {**scope, "headers": headers}
-        await self._app(scope, receive, send)
 
 
 class Assets:

@@ -73,7 +73,8 @@ _UNWRITTEN = 1_000
 _UNREADABLE_TEXT = (
     "The file of API keys cannot be read, so no key is accepted. The service log shows the cause."
 )
-_BEARER = "bearer "
+_BEARER = b"bearer "
+_KEY_HEADER = KEY_HEADER.lower().encode()
 _SHOWN_CHARACTERS = 64
 
 
@@ -399,10 +400,12 @@ def _sent_key(scope: Scope) -> str | None:
 
     An `Authorization` header of another scheme is ignored: it may be meant for a proxy.
     """
-    headers = Headers(scope=scope)
-    bearers = [h for h in headers.getlist("authorization") if h.lower().startswith(_BEARER)]
-    sent = {h[len(_BEARER) :].strip() for h in bearers}
-    sent |= {h.strip() for h in headers.getlist(KEY_HEADER)}
+    sent: set[str] = set()
+    for name, value in scope["headers"]:
+        if name == b"authorization" and value.lower().startswith(_BEARER):
+            sent.add(value[len(_BEARER) :].decode("latin-1").strip())
+        elif name == _KEY_HEADER:
+            sent.add(value.decode("latin-1").strip())
     if not sent:
         return None
     return sent.pop() if len(sent) == 1 else ""

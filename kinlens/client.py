@@ -407,7 +407,7 @@ class AsyncClient(_BaseClient):
             on_progress: called after each request with the number of items done so far and the
                 answer to the request. These items are stored.
             per_request: the maximum number of items in a request, which has at most 32 MiB. Lower
-                it if the service has a smaller KINLENS_MAX_ITEMS_PER_REQUEST.
+                it if the service takes fewer in one request.
 
         Returns: one result per item. A bad image only fails its own item.
 

@@ -52,8 +52,8 @@ READY_S, JOB_S = 60.0, 120.0
 SEARCHERS, DECODER = 3, "kinlens.service.encoding"
 KINDS = ("again", "new", "crop", "filter", "damaged", "like")
 EXPECTED, REFUSED = {200, 422, 429, 503}, {429, 503}
-SMALL_CACHE = {"cache_max_bytes": 2_000_000, "cache_max_entries": 500}
-"""Few enough that the caches are full, and stop growing, after the first minutes."""
+SMALL_CACHE = {"cache_max_bytes": 2_000_000}
+"""Small enough that the cache is full, and stop growing, after the first minutes."""
 
 LOG = Path(".kinlens/soak.log")
 MEDIANS = 32

@@ -5,7 +5,7 @@ import ipaddress
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, model_validator
@@ -31,7 +31,6 @@ MAX_HITS = 100_000
 """Maximum number of hits of one request, over all its queries."""
 
 _FORM_BYTES = 64 * 2**10  # a body in addition to its images
-_MOST_VIEWS = 256
 START_WORDS = ("imagenet", "none", "current")
 """Initial weights that need no setting: published, random, and the gallery's own model."""
 
@@ -186,6 +185,24 @@ class Settings(BaseSettings):
         use_attribute_docstrings=True,
     )
 
+    # Limits that nobody had to change.
+    default_k: ClassVar[int] = 20
+    max_k: ClassVar[int] = 10_000
+    max_images: ClassVar[int] = 32  # in one query
+    max_crops: ClassVar[int] = 16  # in one image
+    max_batch_queries: ClassVar[int] = 64
+    max_items_per_request: ClassVar[int] = 256
+    max_views: ClassVar[int] = 256  # images and crops over all queries of a request
+    max_side_px: ClassVar[int] = 16_384
+    reload_interval_ms: ClassVar[int] = 1_000
+    ready_timeout_ms: ClassVar[int] = 5_000  # of each readiness check
+    pictures_timeout_ms: ClassVar[int] = 5_000  # of an uploaded image of a gallery on Milvus
+    recall_sample: ClassVar[int] = 1_000  # 1 of this many index searches is repeated exactly
+    feedback_max_rows: ClassVar[int] = 100_000
+    cache_max_entries: ClassVar[int] = 10_000
+    redis_ttl_s: ClassVar[int] = 86_400
+    redis_connections: ClassVar[int] = 16
+
     bundle: Path | None = None
     """Folder of the model bundle."""
     galleries: Annotated[Words, _each(_check_gallery)] = ()
@@ -209,15 +226,11 @@ class Settings(BaseSettings):
     """
     replica_folder: Path | None = None
     """Folder for copies of published galleries; if unset, `STATE/replicas`."""
-    reload_interval_ms: int = Field(default=1_000, ge=10)
-    """How often to check galleries for a new generation."""
     state: Path | None = None
     """Folder for keys, the audit log, managed galleries, bundles and jobs."""
     no_match_prior: float = Field(default=DEFAULT_PRIOR, ge=0, lt=1, allow_inf_nan=False)
     """Share of searches for products that you do not sell. The probabilities of hits depend on it.
     """
-    recall_sample: int = Field(default=1_000, ge=0)
-    """Repeat 1 of this many index searches exactly to measure recall; 0 turns it off."""
 
     host: str = "127.0.0.1"
     """Address to listen on."""
@@ -298,10 +311,6 @@ class Settings(BaseSettings):
     """Length of the queue of the search threads, and of each queue for bodies, filters, writes and
     feedback; 16 times that for reads of items and images. A full queue answers 503.
     """
-    batch_size: int = Field(default=0, ge=0)
-    """Maximum images in one call of the model; 0: 2 on a CPU, where larger batches are slower per
-    image, 32 on a GPU.
-    """
     decode_memory_mb: int = Field(default=1024, ge=256)
     """Address space of a worker process in MiB, in addition to the model."""
     decode_timeout_ms: int = Field(default=5_000, ge=1)
@@ -311,22 +320,8 @@ class Settings(BaseSettings):
     """Bytes of an image; a request may be 64 KiB larger."""
     max_megapixels: float = Field(default=64.0, gt=0, le=178)
     """Megapixels of an image, read from its header."""
-    max_side_px: int = Field(default=16384, ge=1)
-    """Longer side of an image in pixels."""
-    default_k: int = Field(default=20, ge=1)
-    """Number of hits when a request omits `k`."""
-    max_k: int = Field(default=10_000, ge=1, le=10_000)
-    """Largest `k`."""
-    max_images: int = Field(default=32, ge=1)
-    """Images in one query."""
-    max_crops: int = Field(default=16, ge=1)
-    """Crop boxes in one image."""
-    max_batch_queries: int = Field(default=64, ge=1)
-    """Queries in one batch."""
     max_batch_bytes: int = Field(default=64 * 2**20, ge=1)
     """Bytes of a request with several images."""
-    max_items_per_request: int = Field(default=256, ge=1)
-    """Items that one request may add; changes and removals by key take up to 10,000."""
     max_held_bytes: int = Field(default=256 * 2**20, ge=1)
     """Bytes of all request bodies in memory, in each process; above it the oldest incomplete body
     gets 503, even if it is the newest request.
@@ -338,8 +333,6 @@ class Settings(BaseSettings):
     """
     body_timeout_ms: int = Field(default=30_000, ge=1)
     """Time until the body of a request must be complete."""
-    ready_timeout_ms: int = Field(default=5_000, ge=1)
-    """Limit of each readiness check."""
     shutdown_timeout_s: int = Field(default=5, ge=1)
     """Grace period for running requests at shutdown."""
     drain_s: float = Field(default=0, ge=0, le=3600, allow_inf_nan=False)
@@ -349,8 +342,6 @@ class Settings(BaseSettings):
 
     feedback: FeedbackMode = "off"
     """`pairs`: accept feedback; `pictures`: also store the query images."""
-    feedback_max_rows: int = Field(default=100_000, ge=1)
-    """Maximum feedback rows; above it the oldest are deleted."""
     feedback_days: int = Field(default=180, ge=1)
     """Days that feedback is kept."""
     jobs: Literal["here", "elsewhere"] = "here"
@@ -370,16 +361,10 @@ class Settings(BaseSettings):
 
     cache_max_bytes: int = Field(default=64 * 2**20, ge=0)
     """Bytes of the in-process cache; 0 turns it off."""
-    cache_max_entries: int = Field(default=10_000, ge=0)
-    """Entries of the in-process cache."""
     redis_url: Annotated[RedisUrl | None, _EmptyIsNone] = None
     """Second cache level and shared rates: `redis://HOST:PORT/0`, `rediss://` or `unix://`."""
     redis_timeout_ms: int = Field(default=50, ge=1)
     """Total time that one request waits for Redis, for rates and caches together."""
-    redis_ttl_s: int = Field(default=86_400, ge=1)
-    """Lifetime of a value in Redis."""
-    redis_connections: int = Field(default=16, ge=1)
-    """Redis connections, for rates and caches together."""
 
     milvus_token: SecretStr | None = None
     """Token of the Milvus servers: `USER:PASSWORD` or an API key."""
@@ -387,8 +372,6 @@ class Settings(BaseSettings):
     """Limit of a request to Milvus; then the answer is 503 with `Retry-After`."""
     milvus_consistency: Consistency = "Strong"
     """When a search sees a change."""
-    pictures_timeout_ms: int = Field(default=5_000, ge=1)
-    """Limit of reading or writing an uploaded image of a gallery on Milvus."""
 
     @model_validator(mode="before")
     @classmethod
@@ -397,15 +380,6 @@ class Settings(BaseSettings):
         if not workers.isdecimal() or int(workers) < 1:
             return given  # the field itself refuses it
         return {"search_threads": search_threads_of(int(workers))} | given
-
-    @model_validator(mode="after")
-    def _default_k_fits(self) -> Self:
-        if self.default_k > self.max_k:
-            raise ValueError(
-                f"default_k = {self.default_k} is above max_k = {self.max_k}; lower default_k or "
-                "raise max_k"
-            )
-        return self
 
     @model_validator(mode="after")
     def _largest_body_fits(self) -> Self:
@@ -463,17 +437,12 @@ class Settings(BaseSettings):
             return ipaddress.ip_address(self.host).is_loopback
         return False
 
-    @property
-    def max_views(self) -> int:
-        """Maximum number of images and crops over all queries of a request."""
-        return max(_MOST_VIEWS, self.max_images, self.max_batch_queries)
-
     def images_at_once(self) -> int:
         """Maximum number of images in one call of the model.
 
         On a CPU, workers embed each image on its own.
         """
-        return self.batch_size or (_GPU_BATCH if self.device == "cuda" else _CPU_BATCH)
+        return _GPU_BATCH if self.device == "cuda" else _CPU_BATCH
 
     def searched_on(self) -> Literal["cpu", "cuda"]:
         """The device for searches; by default the device of the model."""

@@ -90,8 +90,8 @@ def test_settings_come_from_the_environment_and_arguments_win(monkeypatch) -> No
     }
     for name, (text, _) in given.items():
         monkeypatch.setenv(f"KINLENS_{name}", text)
-    settings = Settings(max_k=50)
-    assert settings.max_k == 50
+    settings = Settings(queue_size=50)
+    assert settings.queue_size == 50
     for name, (_, expected) in given.items():
         assert getattr(settings, name.lower()) == expected
     assert Settings(port=1).port == 1
@@ -136,7 +136,6 @@ def test_a_value_outside_its_range_is_refused_by_name_and_not_shown(name: str) -
     ("settings", "message"),
     [
         ({"galleries": ("shop=s3://a/shop",)}, "--replica-folder"),
-        ({"default_k": 30, "max_k": 20}, "default_k = 30 is above max_k = 20"),
         ({"max_held_bytes": 1_000, "max_batch_bytes": 1_000}, "= 1,000 is below the 21,037,056"),
     ],
 )

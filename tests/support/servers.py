@@ -43,10 +43,7 @@ from tests.tiny import encoded, photo
 
 WAIT_S = 20.0
 CREATED_AT = "2026-01-01T00:00:00+00:00"
-DEFAULTS: dict[str, Any] = {
-    "search_threads": 2,
-    "ready_timeout_ms": 60_000,  # other work on the cores makes no service unready
-}
+DEFAULTS: dict[str, Any] = {"search_threads": 2}
 _LIMITS = "decode_memory_mb", "decode_timeout_ms"
 STALLED = (
     b"POST /search HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5000\r\n"
@@ -291,6 +288,15 @@ def quiet_logs() -> Iterator[None]:
     structlog.configure(processors=[drop])
     yield
     structlog.reset_defaults()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def patient_service() -> Iterator[None]:
+    """Other work on the cores makes no service unready, and changed galleries are seen soon."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Settings, "ready_timeout_ms", 60_000)
+        patch.setattr(Settings, "reload_interval_ms", 50)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -27,7 +27,6 @@ def shop(
     """Galleries `shop` and `other`, and a trainer that takes its time."""
     made = JobShop(
         *(tmp_path_factory.mktemp("jobs"), tiny_bundle, make_tiny_bundle(seed=1)),
-        reload_interval_ms=50,
         search_threads=1,
         request_timeout_ms=60_000,
         feedback="pairs",

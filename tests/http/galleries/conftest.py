@@ -5,6 +5,7 @@ from itertools import count
 
 import pytest
 
+from kinlens.service.settings import Settings
 from tests.embedder.bundles import CALIBRATION
 from tests.support.servers import GatedEmbedder
 from tests.support.shops import Shop, start_shop
@@ -28,9 +29,11 @@ def model() -> GatedEmbedder:
 @pytest.fixture(scope="module")
 def mall(tmp_path_factory: pytest.TempPathFactory, model: GatedEmbedder) -> Iterator[Shop]:
     """The service, with a gallery `shop` that nobody changes."""
-    shop = start_shop(tmp_path_factory.mktemp("mall") / "state", model, max_items_per_request=8)
-    yield shop
-    shop.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Settings, "max_items_per_request", 8)
+        shop = start_shop(tmp_path_factory.mktemp("mall") / "state", model)
+        yield shop
+        shop.close()
 
 
 @pytest.fixture

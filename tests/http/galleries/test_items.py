@@ -10,6 +10,7 @@ import pytest
 from kinlens.service.api.items import MAX_KEYS
 from kinlens.service.galleries.items import MAX_ATTRIBUTES
 from kinlens.service.galleries.uploads import UploadFolder
+from kinlens.service.settings import Settings
 from tests.support.seams import GalleryFolder, adopt
 from tests.support.shops import Shop, assert_problem, base64_of, make_gallery, sha256, start_shop
 
@@ -354,10 +355,10 @@ def test_a_write_is_refused_during_a_replacement_and_goes_into_it_afterwards(sho
     assert [*listed(shop)] == ["new"]
 
 
-def test_an_id_of_another_generation_removes_nothing(tmp_path, data, closes) -> None:
+def test_an_id_of_another_generation_removes_nothing(tmp_path, data, closes, monkeypatch) -> None:
     """After a swap, the id belongs to another item."""
-    # The service does not see the swap.
-    shop = closes(start_shop(tmp_path / "state", reload_interval_ms=600_000))
+    monkeypatch.setattr(Settings, "reload_interval_ms", 600_000)  # it does not see the swap
+    shop = closes(start_shop(tmp_path / "state"))
     shop.put({"old": data[0]})
     other = shop.create("other")
     other.put({"precious": data[1]})

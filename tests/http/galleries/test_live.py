@@ -159,7 +159,7 @@ def follow(address: str, tmp_path: Path, closes: Callable[[Running], Running]) -
 
     def start(name: str = "copies", **settings: Any) -> Running:
         given: dict[str, Any] = {"galleries": f"shop={address}", "replica_folder": tmp_path / name}
-        given |= {"follow": "100ms", "reload_interval_ms": 100}
+        given |= {"follow": "100ms"}
         return closes(run(create_app(Settings(**DEFAULTS | given | settings), FakeEmbedder())))
 
     return start

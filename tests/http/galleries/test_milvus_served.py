@@ -133,8 +133,9 @@ def test_items_are_put_searched_changed_and_removed(server, start, photos) -> No
 
 @pytest.mark.parametrize("path", ["/search", "/search/batch"])
 def test_a_new_alias_is_served(
-    server, start, tmp_path, make_tiny_bundle, photos, path: str
+    server, start, tmp_path, make_tiny_bundle, photos, monkeypatch, path: str
 ) -> None:
+    monkeypatch.setattr(Settings, "reload_interval_ms", 60_000)
     old, new = (OnnxEmbedder.open(make_tiny_bundle(seed)) for seed in (0, 1))
     (tmp_path / "state" / "bundles").mkdir(parents=True)
     for embedder in (old, new):
@@ -142,7 +143,7 @@ def test_a_new_alias_is_served(
         folder.symlink_to(embedder.bundle.path)
     name = f"swapped{len(path)}"
     publish(server, name, old)
-    shop = start(name, embedder=old, state=tmp_path / "state", reload_interval_ms=60_000)
+    shop = start(name, embedder=old, state=tmp_path / "state")
     shop.put({"old": photos[1]})
     publish(server, name, new)
     found = shop.client.post(path, files={"image": photos[0]}, data={"gallery": "shop"}).json()

@@ -73,7 +73,6 @@ def shop(
         bundle=first.path,
         galleries=(f"shop={shop.folder}",),
         state=tmp_path / "state",
-        reload_interval_ms=20,
         **DEFAULTS,
     )
     shop.service = run(create_app(settings))
@@ -281,7 +280,7 @@ def test_a_gallery_that_hangs_blocks_no_other_gallery(tmp_path, closes, monkeypa
     for name in ("hung", "shop"):
         publish_photos(tmp_path / name, embedder, IMAGES)
     given = {"galleries": tuple(f"{name}={tmp_path / name}" for name in ("hung", "shop"))}
-    state, given = tmp_path / "state", given | {"reload_interval_ms": 20}
+    state = tmp_path / "state"
     shop = closes(start_shop(state, embedder, create=False, **given))
 
     def checks() -> Any:
@@ -323,8 +322,11 @@ def test_galleries_that_nobody_uses_need_no_thread(tmp_path, closes) -> None:
 
 
 @pytest.mark.parametrize("path", ["/search?gallery=hung", "/galleries/hung/items/0/image"])
-def test_hung_threads_do_not_block_others(start_service, hung, gallery, path: str) -> None:
-    limits = {"request_timeout_ms": 2_000, "ready_timeout_ms": 500, "search_threads": 2}
+def test_hung_threads_do_not_block_others(
+    start_service, hung, gallery, path: str, monkeypatch
+) -> None:
+    monkeypatch.setattr(Settings, "ready_timeout_ms", 500)
+    limits = {"request_timeout_ms": 2_000, "search_threads": 2}
     service = start_service(galleries={"hung": hung, "shop": gallery}, **limits)
     hung.gate.clear()
     client = service.client

@@ -53,7 +53,6 @@ def shop(
     made = JobShop(
         *(tmp_path_factory.mktemp("jobs"), tiny_bundle, new_bundle),
         anonymous_scopes=("admin",),
-        reload_interval_ms=50,
         search_threads=1,
         request_timeout_ms=60_000,
     )

@@ -85,11 +85,11 @@ def test_another_bundle_never_gets_a_hit(start_shared, gallery, photos) -> None:
 
 
 def test_values_expire_and_are_not_pickled(start_shared, redis_server, photos) -> None:
-    search_and_store(start_shared(redis_ttl_s=77), photos[0])
+    search_and_store(start_shared(), photos[0])
     with connected(redis_server) as client:
         keys = client.keys("kinlens:*")
         assert len(keys) == 2
-        assert all(0 < client.ttl(key) <= 77 for key in keys)
+        assert all(0 < client.ttl(key) <= 86_400 for key in keys)
         assert all(client.get(key)[16:18] != b"\x80\x04" for key in keys)
 
 

@@ -19,6 +19,7 @@ import httpx
 import pytest
 
 from kinlens.service import concurrency
+from kinlens.service.settings import Settings
 from tests.support.routes import RIGHTS
 from tests.support.servers import free_port
 from tests.support.shops import Shop, base64_of, sha256, start_shop
@@ -57,12 +58,11 @@ BODIES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shop]:
-    shop = start_shop(
-        tmp_path_factory.mktemp("state"),
-        feedback="pairs",
-        request_timeout_ms=LIMIT_MS,
-        ready_timeout_ms=LIMIT_MS,
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Settings, "ready_timeout_ms", LIMIT_MS)
+        shop = start_shop(
+            tmp_path_factory.mktemp("state"), feedback="pairs", request_timeout_ms=LIMIT_MS
+        )
     shop.put({"a": encoded(photo(1)), "b": encoded(photo(2))}, price=5)
     yield shop
     shop.close()

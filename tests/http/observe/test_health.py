@@ -35,8 +35,11 @@ def test_readiness_reports_what_is_served(running_service) -> None:
     assert answer["last_error"] is None
 
 
-def test_a_model_that_hangs_is_not_ready_until_it_recovers(start_service, embedder) -> None:
-    service = start_service(ready_timeout_ms=100)
+def test_a_model_that_hangs_is_not_ready_until_it_recovers(
+    start_service, embedder, monkeypatch
+) -> None:
+    monkeypatch.setattr(Settings, "ready_timeout_ms", 100)
+    service = start_service()
     embedder.gate.clear()
     red = service.client.get("/ready")
     embedder.gate.set()
@@ -106,9 +109,12 @@ def test_a_check_searches_few_galleries_and_all_in_turn(embedder, photos, start_
     until(lambda: len(set(searched)) == 40)
 
 
-def test_readiness_does_not_wait_for_the_queue(start_service, embedder, photos) -> None:
+def test_readiness_does_not_wait_for_the_queue(
+    start_service, embedder, photos, monkeypatch
+) -> None:
+    monkeypatch.setattr(Settings, "ready_timeout_ms", 3_000)
     slow = type(embedder)(delay_s=0.05)
-    limits = {"ready_timeout_ms": 3_000, "request_timeout_ms": 60_000}
+    limits = {"request_timeout_ms": 60_000}
     service = start_service(embedder=slow, queue_size=40, search_threads=1, **limits)
     uploads = [photos[0] + number.to_bytes(4, "big") for number in range(40)]
     slow.gate.clear()
@@ -138,8 +144,9 @@ def test_sigterm_drains_before_the_exit(tiny_settings, tmp_path) -> None:
         assert time.monotonic() - began >= 2
 
 
-def test_readiness_of_one_gallery(start_service, gallery, hung) -> None:
-    service = start_service(galleries={"shop": gallery, "hung": hung}, ready_timeout_ms=200)
+def test_readiness_of_one_gallery(start_service, gallery, hung, monkeypatch) -> None:
+    monkeypatch.setattr(Settings, "ready_timeout_ms", 200)
+    service = start_service(galleries={"shop": gallery, "hung": hung})
     assert service.client.get("/ready?gallery=hung").status_code == 200
     assert service.client.get("/ready?gallery=none").status_code == 404
     hung.gate.clear()

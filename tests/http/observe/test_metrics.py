@@ -21,6 +21,7 @@ from kinlens.service.http import openapi
 from kinlens.service.jobs.store import ACTIVE, ENDED
 from kinlens.service.observe import metrics
 from kinlens.service.observe.metrics import CONTENT_TYPE
+from kinlens.service.settings import Settings
 from tests.support.seams import JobStore
 from tests.support.servers import FakeGallery, workers_of
 from tests.support.waiting import until
@@ -184,9 +185,10 @@ def sampled(service: Any) -> float:
     return service.metric("kinlens_online_recall_count", gallery="shop")
 
 
-def test_one_in_n_searches_is_measured(start_service, embedder, photos) -> None:
+def test_one_in_n_searches_is_measured(start_service, embedder, photos, monkeypatch) -> None:
+    monkeypatch.setattr(Settings, "recall_sample", 3)
     gallery = Approximate(embedder, photos)
-    service = start_service(galleries={"shop": gallery}, recall_sample=3)
+    service = start_service(galleries={"shop": gallery})
     for number in range(9):
         service.search(photos[number], k=4)
         until(lambda number=number: sampled(service) == (number + 1) // 3)

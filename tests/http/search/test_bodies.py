@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from kinlens.embedder.preprocess import ImageLimits
+from kinlens.service.settings import Settings
 from tests.support.market import keys, photo, post, start_market, text_of
 from tests.support.shops import assert_problem
 
@@ -139,9 +140,11 @@ def test_a_body_without_a_json_object_is_400(market, body: bytes) -> None:
     assert_problem(send(market, "POST /search", body), 400, "bad-request")
 
 
-def test_configured_limits_are_enforced_and_documented(tmp_path, closes) -> None:
+def test_limits_are_enforced_and_documented(tmp_path, closes, monkeypatch) -> None:
     limits = {"max_images": 2, "max_crops": 1, "max_batch_queries": 3, "max_k": 9, "default_k": 5}
-    shop = closes(start_market(tmp_path, **limits))
+    for name, limit in limits.items():
+        monkeypatch.setattr(Settings, name, limit)
+    shop = closes(start_market(tmp_path))
     assert post(shop.running, IMAGES).json()["k"] == 5
     assert post(shop.running, IMAGES | {"k": 9}).json()["count"] == 9
     assert "use 9 or less" in refusal(post(shop.running, IMAGES | {"k": 10}))

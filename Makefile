@@ -75,7 +75,7 @@ scale-check: $(VENV)/.dev  ## Replicas over a real Milvus, Redis and HAProxy: wr
 	KINLENS_LONG_TESTS=1 $(BIN)/pytest -ra --durations 0 tests/http/galleries/test_milvus_served.py \
 	  tests/http/load/test_redis.py tests/http/load/test_rolling_restart.py tests/http/load/test_scale.py
 
-mutations: $(VENV)/.dev  ## Break the product on purpose: do the tests notice? NAMES="workers redis"
+mutations: $(VENV)/.dev  ## Break the product on purpose: do the tests notice? NAMES="recall redis"
 	$(BIN)/python -m tests.long.mutations $(NAMES)
 
 check: $(VENV)/.dev  ## Format, lint, types, architecture

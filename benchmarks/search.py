@@ -9,7 +9,7 @@ with files whose answers are cached. Each round runs in turns:
     ceiling        the same files through decode, preprocess, onnxruntime and FAISS in a bare loop,
                    one thread per core; single images or batches, whichever is faster
     alone          the same loop with one image at a time; a model of one thread or of one per core
-    ours           kinlens-serve with one process, and with one per core (`--workers`)
+    ours           kinlens-serve, and two of them behind HAProxy with its file of deploy/
     ours fast      the same in the mode that `--precision auto` chooses
     cached         the same files again
     bare           a bare ASGI application on uvicorn that does the same work, one process per core
@@ -20,8 +20,8 @@ with files whose answers are cached. Each round runs in turns:
     usual          FastAPI + torch eager + IndexFlatIP at 16 connections (peers/usual_script.py)
 
 All but the fast ones run fp32 in onnxruntime. The output shows the choice of `auto`. Targets
-compare the better of one process and one per core. The table shows medians over the rounds, ratios
-as medians of the pairs. The ceiling does not include the load, which shares the cores with the
+compare the better of one and two. The table shows medians over the rounds, ratios as medians of
+the pairs. The ceiling does not include the load, which shares the cores with the
 service; its CPU time per request is printed, as is that of each service ("own"). Memory is that of
 all processes of a service after the load, without file cache. Two networks at 224 px with 128
 dimensions, hardly trained: ResNet50, usual in papers, and MobileNetV2, a tenth of its work, where
@@ -32,13 +32,15 @@ available, else they are generated.
 import contextlib
 import importlib.util
 import itertools
+import re
+import shutil
 import statistics
 import sys
 import tempfile
 import time
 from argparse import Namespace
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -70,6 +72,7 @@ from kinlens.embedder.session import OnnxEmbedder
 from kinlens.indexer.gallery import Gallery
 
 PEERS = Path(__file__).parent / "peers"
+HAPROXY = Path(__file__).parents[1] / "deploy/haproxy/haproxy.cfg"
 IMAGES, K, DIM = 300, 20, 128
 BATCH = {"cpu": 8, "cuda": 32}
 OF_CEILING = {"resnet50": 0.95, "mobilenet_v2": 0.80}
@@ -114,26 +117,34 @@ def one_network(args: Namespace, backbone: str, folder: Path, images: Path) -> N
     print(f"fast: {modes[' fast']}")
     has_peers = args.device == "cpu"
     has_litserve = has_peers and importlib.util.find_spec("litserve") is not None
-    services = {"usual": peer("usual_script.py", backbone, vectors, cores)} if has_peers else {}
-    for name, mode in modes.items():
-        words = mode.precision, mode.engine
-        flags = "--device", args.device, "--precision", mode.precision, "--engine", mode.engine
-        for count in {1, cores}:
-            ours = serving(bundle, made, *flags, "--workers", str(count))
-            services[f"ours{name} {count}"] = ours
-        if has_peers:
-            services[f"bare{name}"] = peer("bare_asgi.py", bundle, vectors, cores, *words)
-            if has_litserve:
-                litserve = peer("litserve_search.py", bundle, vectors, count, *words)
-                services[f"litserve{name} {count}"] = litserve
     with contextlib.ExitStack() as running:
-        servers = {who: running.enter_context(one) for who, one in services.items()}
+        servers: dict[str, Server] = {}
+        pids: dict[str, list[int]] = {}
+
+        def start(who: str, service: contextlib.AbstractContextManager[Server]) -> None:
+            servers[who] = running.enter_context(service)
+            pids[who] = [servers[who].process.pid]
+
+        if has_peers:
+            start("usual", peer("usual_script.py", backbone, vectors, cores))
+        for name, mode in modes.items():
+            words = mode.precision, mode.engine
+            flags = "--device", args.device, "--precision", mode.precision, "--engine", mode.engine
+            first = f"ours{name} 1"
+            start(first, serving(bundle, made, *flags))
+            if shutil.which("haproxy"):
+                second = running.enter_context(serving(bundle, made, *flags))
+                file = folder / f"haproxy{mode.precision}.cfg"
+                start(f"ours{name} 2", haproxy(file, [servers[first], second]))
+                pids[f"ours{name} 2"] += [*pids[first], second.process.pid]
+            if has_peers:
+                start(f"bare{name}", peer("bare_asgi.py", bundle, vectors, cores, *words))
+            for count in {1, cores} if has_litserve else ():
+                litserve = peer("litserve_search.py", bundle, vectors, count, *words)
+                start(f"litserve{name} {count}", litserve)
         urls = {who: server.url for who, server in servers.items()}
-        pids = {who: server.process.pid for who, server in servers.items()}
         results = contest(args, bundle, made, images, urls, pids)
-        memory = {
-            who: tree_mb(server.process.pid) for who, server in servers.items() if "ours" in who
-        }
+        memory = {who: sum(map(tree_mb, pids[who])) for who in pids if "ours" in who}
     print(f"\n{backbone}: {args.items:,} items, {cores} cores, medians of {args.rounds} rounds")
     print_results(results, OF_CEILING.get(backbone, 0.75) if has_peers else 0.75)
     heading("memory of", "MB")
@@ -150,7 +161,7 @@ def contest(
     made: Path,
     images: Path,
     urls: dict[str, str],
-    pids: dict[str, int],
+    pids: dict[str, list[int]],
 ) -> Results:
     """All figures of all rounds."""
     results: Results = defaultdict(list)
@@ -184,17 +195,31 @@ def contest(
     return results
 
 
-def own(pid: int, load: Callable[[], Figures]) -> Figures:
-    """The figures of a load, with the CPU time of the service `pid` per request."""
-    before_s = tree_cpu_s(pid)
+def own(pids: list[int], load: Callable[[], Figures]) -> Figures:
+    """The figures of a load, with the CPU time of these processes per request."""
+    before_s = sum(map(tree_cpu_s, pids))
     found = load()
-    return found | {"own_ms": 1e3 * (tree_cpu_s(pid) - before_s) / max(1.0, found["sent"])}
+    return found | {
+        "own_ms": 1e3 * (sum(map(tree_cpu_s, pids)) - before_s) / max(1.0, found["sent"])
+    }
 
 
 def peer(script: str, *words: object) -> contextlib.AbstractContextManager[Server]:
     """A peer in a separate process."""
     port = free_port()
     return started([sys.executable, PEERS / script, str(port), *map(str, words)], port)
+
+
+def haproxy(file: Path, replicas: Sequence[Server]) -> contextlib.AbstractContextManager[Server]:
+    """HAProxy with the shipped file before these services."""
+    port, text = free_port(), HAPROXY.read_text()
+    servers = "\n  ".join(
+        f"server s{n} {replica.url.removeprefix('http://')} check"
+        for n, replica in enumerate(replicas)
+    )
+    text = re.sub(r"server-template .*", servers, text).replace(":8080", f"127.0.0.1:{port}")
+    file.write_text(text)
+    return started(["haproxy", "-db", "-f", file], port)
 
 
 def bare_loop(
@@ -264,7 +289,7 @@ def print_results(results: Results, share: float) -> None:
         return statistics.median(found[field] for found in results[who, at])
 
     def best(kind: str, at: int) -> list[Figures]:
-        """The figures of the faster of one process and one per core, in each round."""
+        """The figures of the faster of one service or worker and several, in each round."""
         names = [who for who, n in results if n == at and who.rstrip("0123456789 ") == kind]
         return results[max(names, key=lambda who: middle(who, at, "qps")), at] if names else []
 

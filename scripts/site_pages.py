@@ -196,7 +196,7 @@ def metrics_page() -> str:
     text += "[Metrics](../metrics.md) explains how to use them.\n\n"
     text += "| Metric | Type | Labels | Meaning |\n|---|---|---|---|\n"
     with service() as app:
-        for name, kind, labels, meaning in app.state.runtime.metrics.described():
+        for name, kind, labels, meaning in app.state.runtime.metrics.described:
             text += f"| `{name}` | {kind} | {', '.join(labels)} | {meaning} |\n"
     return text
 

@@ -1,6 +1,6 @@
 """Hours of load: searches, changes, rebuilds, faults, killed decoders; memory must not grow.
 
-    make soak HOURS=1              or: python scripts/soak.py --hours 1 [--workers 2]
+    make soak HOURS=1              or: python scripts/soak.py --hours 1
 
 Starts redis-server (if installed) and kinlens-serve with a model of random weights, then runs all
 of these concurrently: searches with new and repeated images, crops, filters, likes and damaged
@@ -127,8 +127,7 @@ def open_shop(folder: Path, options: argparse.Namespace) -> Iterator[Shop]:
             redis.start()
             running.callback(redis.kill)
         settings = SMALL_CACHE | {"redis_url": redis.url if redis else ""}
-        workers = ("--workers", str(options.workers))
-        started = own_process(LOG, *flags, *workers, may_be_killed=True, **settings)
+        started = own_process(LOG, *flags, may_be_killed=True, **settings)
         service = running.enter_context(started)
         shop = Shop(service, key, root, images, build, redis)
         with shop.client() as client:
@@ -362,7 +361,6 @@ def _options() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--hours", type=float, default=1.0)
-    parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--period-s", type=float, default=30.0, help="seconds between faults")
     parser.add_argument("--limit-mb-per-hour", type=float, default=5.0)
     parser.add_argument("--images", type=Path, help="folders of images; default: rendered")

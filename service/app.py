@@ -32,7 +32,6 @@ from kinlens.service.http.edge import Compression, Edge
 from kinlens.service.http.openapi import openapi_routes
 from kinlens.service.http.pages import Assets
 from kinlens.service.http.rules import KEY_HEADER, Admission, Route, check_rules, rule
-from kinlens.service.observe.metrics_shared import kept_fresh
 from kinlens.service.observe.tracing import Tracing, open_tracing
 from kinlens.service.runtime import Runtime, build_runtime
 from kinlens.service.settings import Settings
@@ -139,8 +138,7 @@ def _lifespan(runtime: Runtime, tracing: Tracing) -> Lifespan[FastAPI]:
         check_rules(app.routes)
         try:
             await runtime.start()
-            async with kept_fresh(runtime.metrics.refresh):
-                yield
+            yield
         finally:
             await runtime.stop()
             await tracing.close()

@@ -26,7 +26,7 @@ from kinlens.service.encoding.sandbox import active_names
 from kinlens.service.galleries.registry import Registry
 from kinlens.service.health import Health
 from kinlens.service.observe.logs import dropped_lines
-from kinlens.service.observe.metrics import Metrics
+from kinlens.service.observe.metrics import Described, Metrics
 
 _RENDER_S = 5.0
 _LIMIT_S = 0.5  # for each value, so a scrape ends before its timeout
@@ -169,56 +169,53 @@ def _usage(folder: Path) -> tuple[int, Any]:
     return folder.stat().st_dev, shutil.disk_usage(folder)
 
 
-_MODEL = ["provider", "precision", "bundle_id"]
+def _described(name: str, text: str, *labels: str) -> Described:
+    return Described(name, "gauge", labels, text)
+
+
+FAMILIES = (
+    _described(
+        "kinlens_provider_info",
+        "Execution provider, model and precision.",
+        "provider",
+        "precision",
+        "bundle_id",
+    ),
+    _described("kinlens_jobs", "Jobs in each state.", "state"),
+    _described(
+        "kinlens_gallery_items", "Items of a gallery, counted when the metrics are read.", "gallery"
+    ),
+    _described(
+        "kinlens_gallery_age_seconds", "Time since the current generation was built.", "gallery"
+    ),
+    _described(
+        "kinlens_gallery_ready",
+        "1 while the last readiness check of the gallery passed; 0 also if it cannot be opened.",
+        "gallery",
+    ),
+    _described(
+        "kinlens_replica_checked_seconds",
+        "Time since a copy of a published gallery was known to have the newest snapshot.",
+        "gallery",
+    ),
+    _described(
+        "kinlens_disk_free_bytes",
+        "Free space of each file system with the state folder or galleries, by one folder on it.",
+        "folder",
+    ),
+    _described("kinlens_disk_size_bytes", "Size of these file systems.", "folder"),
+    _described(
+        "kinlens_backup_last_success_timestamp_seconds",
+        "When the last complete `kinlens-serve backup` of this state folder ended, in seconds "
+        "since 1970; 0 if there was none.",
+    ),
+    _described("kinlens_backup_failed", "1 if a backup has failed since the last complete one."),
+)
+"""The metrics of `Observer`, in the order of `_read`."""
 
 
 def _families() -> Sequence[GaugeMetricFamily]:
-    return [
-        GaugeMetricFamily(name, text, labels=labels)
-        for name, text, labels in [
-            ("kinlens_provider_info", "Execution provider, model and precision.", _MODEL),
-            ("kinlens_jobs", "Jobs in each state.", ["state"]),
-            (
-                "kinlens_gallery_items",
-                "Items of a gallery, counted when the metrics are read.",
-                ["gallery"],
-            ),
-            (
-                "kinlens_gallery_age_seconds",
-                "Time since the current generation was built.",
-                ["gallery"],
-            ),
-            (
-                "kinlens_gallery_ready",
-                "1 while the last readiness check of the gallery passed; 0 also if it cannot be "
-                "opened.",
-                ["gallery"],
-            ),
-            (
-                "kinlens_replica_checked_seconds",
-                "Time since a copy of a published gallery was known to have the newest snapshot.",
-                ["gallery"],
-            ),
-            (
-                "kinlens_disk_free_bytes",
-                "Free space of each file system with the state folder or galleries, by one folder "
-                "on it.",
-                ["folder"],
-            ),
-            ("kinlens_disk_size_bytes", "Size of these file systems.", ["folder"]),
-            (
-                "kinlens_backup_last_success_timestamp_seconds",
-                "When the last complete `kinlens-serve backup` of this state folder ended, in "
-                "seconds since 1970; 0 if there was none.",
-                [],
-            ),
-            (
-                "kinlens_backup_failed",
-                "1 if a backup has failed since the last complete one.",
-                [],
-            ),
-        ]
-    ]
+    return [GaugeMetricFamily(one.name, one.text, labels=one.labels) for one in FAMILIES]
 
 
 def publish(
@@ -244,7 +241,6 @@ def publish(
         "kinlens_decoder_sandbox_layers",
         "Active layers of the decoder sandbox, at most 2.",
         lambda: min((len(active_names(each.layers)) for each in models.workers()), default=0),
-        "livemin",
     )
     metrics.gauge(
         "kinlens_log_lines_dropped",
@@ -255,11 +251,9 @@ def publish(
         "kinlens_ready",
         "1 while the last readiness check passed.",
         lambda: health.passed,
-        "livemin",
     )
     metrics.gauge(
         "kinlens_redis_up",
         "1 while Redis permits all commands of the service.",
         lambda: cache.remote_state == "up",
-        "livemin",
     )

@@ -34,7 +34,7 @@ from kinlens.service.health import Health
 from kinlens.service.jobs.manager import JobManager
 from kinlens.service.observe.logs import Repeats
 from kinlens.service.observe.metrics import Metrics
-from kinlens.service.observer import Observer, publish
+from kinlens.service.observer import FAMILIES, Observer, publish
 from kinlens.service.redis import SharedRedis
 from kinlens.service.search.pipeline import Pipeline, RecallSampler
 from kinlens.service.settings import Settings
@@ -203,7 +203,7 @@ def build_runtime(
     is_on_gpu = settings.searched_on() == "cuda"
     health = Health(registry, models, settings.ready_timeout_ms / 1e3, is_on_gpu)
     observer = Observer(metrics, registry, models, health, count_jobs, settings.state)
-    metrics.add(observer)
+    metrics.add(observer, FAMILIES)
     publish(metrics, search_threads, models, cache, health)
     sampler = RecallSampler(registry, metrics, settings.recall_sample)
     feedback = None if settings.feedback == "off" else open_feedback(settings)

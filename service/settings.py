@@ -154,11 +154,9 @@ HttpAddress = Annotated[str, Field(pattern="^https?://")]
 RedisUrl = Annotated[SecretStr, _checked(lambda url: check_url(url.get_secret_value()))]
 
 
-def search_threads_of(processes: int) -> int:
-    """The default number of search threads per process: more than cores, since a thread that
-    searches or waits for the GIL does not use its core.
-    """
-    return core_count() // processes + (2 if processes == 1 else 1)
+def _search_threads() -> int:
+    # More than cores, since a thread that searches or waits for the GIL does not use its core.
+    return core_count() + 2
 
 
 GROUPS = {
@@ -300,12 +298,9 @@ class Settings(BaseSettings):
     share the weights, which serves most searches per second. More shorten the latency of one client
     on an idle machine; each worker then loads the model itself, with onnxruntime.
     """
-    workers: int = Field(default=1, ge=1, le=64)
-    """Serving processes, each with its own model; galleries are shared through the page cache."""
-    search_threads: int = Field(default_factory=lambda: search_threads_of(1), ge=1)
-    """Searches processed at the same time in each process. With N > 1 `KINLENS_WORKERS` the default
-    is cores / N, rounded down, + 1. `cores` respects CPU affinity and container limits, rounded
-    up.
+    search_threads: int = Field(default_factory=_search_threads, ge=1)
+    """Searches processed at the same time. `cores` respects CPU affinity and container limits,
+    rounded up. For N services on one host, cores / N + 1 is enough.
     """
     queue_size: int = Field(default=64, ge=1)
     """Length of the queue of the search threads, and of each queue for bodies, filters, writes and
@@ -323,9 +318,7 @@ class Settings(BaseSettings):
     max_batch_bytes: int = Field(default=64 * 2**20, ge=1)
     """Bytes of a request with several images."""
     max_held_bytes: int = Field(default=256 * 2**20, ge=1)
-    """Bytes of all request bodies in memory, in each process; above it the oldest incomplete body
-    gets 503, even if it is the newest request.
-    """
+    """Bytes of all request bodies in memory; a body that would exceed it gets 503."""
 
     request_timeout_ms: int = Field(default=10_000, ge=1)
     """Limit of a search after its body is read; parsing a body and reading an image have this limit
@@ -372,14 +365,6 @@ class Settings(BaseSettings):
     """Limit of a request to Milvus; then the answer is 503 with `Retry-After`."""
     milvus_consistency: Consistency = "Strong"
     """When a search sees a change."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _processes_share_the_cores(cls, given: dict[str, Any]) -> dict[str, Any]:
-        workers = str(given.get("workers", 1))
-        if not workers.isdecimal() or int(workers) < 1:
-            return given  # the field itself refuses it
-        return {"search_threads": search_threads_of(int(workers))} | given
 
     @model_validator(mode="after")
     def _largest_body_fits(self) -> Self:

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from kinlens.embedder.bundle import Bundle
-from kinlens.service.commands.processes import GRACE_S
+from kinlens.service.http.server import GRACE_S
 from kinlens.service.settings import Settings
 from tests.support.dockerfiles import ROOT, Scratch, environment, parse
 from tests.support.servers import free_port

@@ -35,9 +35,9 @@ from kinlens.indexer.index.segment import SegmentManifest
 from kinlens.indexer.ingest.shards import ShardsManifest
 from kinlens.indexer.live.backup import BackupReport
 from kinlens.service.access.keys import KeyStore
-from kinlens.service.commands.processes import GRACE_S
 from kinlens.service.encoding.sandbox import ALLOWED_CALLS
 from kinlens.service.http.bodies import bounds_of
+from kinlens.service.http.server import GRACE_S
 from kinlens.service.settings import Settings
 from tests.support.dockerfiles import ROOT
 from tests.support.proxies import program

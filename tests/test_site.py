@@ -55,7 +55,7 @@ def test_the_reference_has_every_setting_and_metric_of_the_service(site: Path) -
     for name in Settings.model_fields:
         assert f"<code>KINLENS_{name.upper()}</code>" in settings, name
     metrics = text_of(site, "reference/metrics.html")
-    for name, *_ in [*Metrics().described(), ("kinlens_gallery_items",), ("kinlens_redis_up",)]:
+    for name, *_ in [*Metrics().described, ("kinlens_gallery_items",), ("kinlens_redis_up",)]:
         assert f"<code>{name}</code>" in metrics, name
     assert 'href="reference/settings.html"' in text_of(site, "operations.html")
 

@@ -214,12 +214,6 @@ def exposures(settings: Settings) -> list[str]:
             "Any web page may call this service from the browsers of its visitors. Name the "
             "origins in KINLENS_CORS_ORIGINS instead of *."
         )
-    has_rates = settings.rate_limit_per_key or settings.rate_limit_per_address
-    if settings.workers > 1 and settings.redis_url is None and has_rates:
-        found.append(
-            f"Each of the {settings.workers} processes counts requests separately, so a caller "
-            f"gets up to {settings.workers} times its rate. Set KINLENS_REDIS_URL to share counts."
-        )
     if is_public and settings.anonymous_scopes and not settings.rate_limit_per_address:
         found.append(
             f"Any client that can connect to {settings.host} may search without a rate limit. Set "

@@ -32,7 +32,6 @@ _HELP = {
     "replica_folder": "Folder for the copies of followed galleries (default STATE/replicas).",
     "host": "Address to listen on (default 127.0.0.1).",
     "port": "Port; 0 picks a free one (default 8000).",
-    "workers": "Number of serving processes (default 1).",
     "device": "Device for the model and the searches: cpu or cuda (default cpu).",
     "index_device": "Device for the searches, if not that of the model: cpu or cuda.",
     "precision": "Precision of the model: fp32, bf16, int8, fp16 or auto, the fastest that is "

@@ -1,6 +1,5 @@
 """`kinlens-serve` without a command: serve a bundle and its galleries; and `work`: run its jobs."""
 
-import contextlib
 from typing import Annotated, Any
 
 import typer
@@ -9,9 +8,8 @@ from kinlens.embedder.machine import print_version
 from kinlens.service.app import create_app
 from kinlens.service.commands import options
 from kinlens.service.commands.check import exposures
-from kinlens.service.commands.processes import serve_processes
 from kinlens.service.commands.settings import unknown_variables
-from kinlens.service.http.server import listen, reserve, serve_on, url_of
+from kinlens.service.http.server import listen, serve_on, url_of
 from kinlens.service.jobs.manager import JobManager
 from kinlens.service.observe.logs import configure_logs
 from kinlens.service.runtime import missing_image_roots
@@ -43,11 +41,6 @@ def serve(
     configure_logs(settings.log_level)
     options.make_state(settings.state)
     _warn(unknown_variables())
-    if settings.workers > 1:
-        reserved = reserve(settings.host, settings.port)
-        _warn(exposures(settings))
-        serve_processes(settings, reserved, settings.workers)
-        return
     service = create_app(settings)
     listener = listen(settings.host, settings.port)
 
@@ -55,8 +48,7 @@ def serve(
         typer.echo(f"Kinlens is at {url_of(listener)} (Ctrl-C ends it)")
         _warn([*missing_image_roots(service.state.runtime.galleries), *exposures(settings)])
 
-    with contextlib.suppress(KeyboardInterrupt):
-        serve_on(service, listener, settings, announce)
+    serve_on(service, listener, settings, announce)
 
 
 def _warn(texts: list[str]) -> None:

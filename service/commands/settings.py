@@ -20,6 +20,11 @@ EXAMPLE = "Example: kinlens-serve settings redis"
 PREFIX = "KINLENS_"
 _OTHERS = frozenset({"JOB_ID", "SHARED", "LONG_TESTS", "CHROMIUM"})
 """Variables of jobs and tests, without the prefix."""
+_REMOVED = {
+    "WORKERS": "To use more cores, run several services behind a proxy, as docs/production.md "
+    "shows. ",
+}
+"""What to do instead of a setting that was removed."""
 _MOST_COLUMNS = 100
 _BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 
@@ -94,6 +99,7 @@ def unknown_variables() -> list[str]:
     for name in sorted(given.keys() - {*known, *_OTHERS}):
         near = difflib.get_close_matches(name, known, n=1)
         cure = f"Did you mean {PREFIX}{near[0]}? " if near else ""
+        cure = _REMOVED.get(name, cure)
         found.append(
             f"{given[name]} is no setting and is ignored. {cure}kinlens-serve settings lists all."
         )

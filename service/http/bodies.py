@@ -1,6 +1,6 @@
 """Request bodies: limits of size and time, parsing as forms or JSON, and messages for faults.
 
-socket ─► _Source (gzip, byte order mark) ─► BodyLimit (bytes per route, total bytes, seconds)
+server ─► _Source (gzip, byte order mark) ─► BodyLimit (bytes per route, total bytes, seconds)
     ─► forms, read_model ─► route
 BodyLimit refuses with 413, 408, 415, 503, while the rest of the body is discarded.
 """
@@ -29,9 +29,11 @@ from kinlens.service.problems import (
     BODY_TOO_LARGE,
     BODY_TOO_SLOW,
     CLIENT_DISCONNECTED,
+    HEAD_TOO_LARGE,
     OVERLOADED,
     UNSUPPORTED_MEDIA,
     ClientDisconnectedError,
+    ProblemType,
     problem,
     request_id_of,
 )
@@ -44,6 +46,9 @@ T = TypeVar("T")
 FORM_BYTES = 64 * 2**10
 """Allowance for the other parts and the boundaries of a form, in addition to its images."""
 
+HEAD_BYTES = 16 * 2**10
+"""Limit of the head of a request."""
+
 JSON = "application/json"
 MAX_MARKS = 100_000
 """Maximum number of commas and opening brackets in a JSON text; it bounds the number of values."""
@@ -52,6 +57,7 @@ INLINE_BYTES = 4 * 2**10
 """Texts up to this length, except filters, are parsed on the event loop, longer ones in a thread.
 """
 
+_VERSIONS = frozenset({"1.0", "1.1", "2", "3"})
 _KEYS_BYTES = 2**20
 _PLAIN_BYTES = 16 * 2**10  # small, since it is parsed on the event loop
 _DRAIN_S = 5.0
@@ -101,23 +107,12 @@ def bounds_of(settings: Settings) -> Bounds:
 class BufferedBytes:
     """Total bytes of the request bodies in memory, with a limit.
 
-    Only received bytes count, so a client cannot block others with a large Content-Length. Above
-    `limit`, the oldest incomplete body is evicted, so a client cannot block others by withholding
-    the last byte.
+    Only received bytes count, so a client cannot block others with a large Content-Length.
     """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.count = 0
-        self.arriving: dict[_Body, None] = {}  # oldest first
-
-    def add(self, body: "_Body", more: int) -> None:
-        """Count `more` bytes of `body`; evict the oldest incomplete bodies, or `body` itself."""
-        self.arriving.setdefault(body)
-        while self.count + more > self.limit and not body.refusal:
-            next(iter(self.arriving)).evict()
-        if not body.refusal:
-            self.count += more
 
 
 class _RefusedError(ClientDisconnectedError):
@@ -220,7 +215,7 @@ class BodyLimit:
             if not body.max_bytes:  # the route has admitted its caller, and begins to read
                 kind = scope["state"]["route"].rule.body
                 body.max_bytes = self._bounds.of(kind, media_type_of(scope))
-                body.refusal = _refusal_of_head(scope, claimed or 0, body.max_bytes)
+                body.refusal = _refusal_before_body(scope, claimed or 0, body.max_bytes)
             return await body.receive()
 
         async def send_unless_refused(message: Message) -> None:
@@ -264,7 +259,7 @@ class BodyLimit:
                 f"The request body was not complete after {self._timeout_s:g} s, which is the "
                 "limit. Send a smaller image or use a faster connection.",
             ),
-            "evicted": (
+            "full": (
                 OVERLOADED,
                 f"The bodies of all requests use more than {self._buffered.limit:,} bytes, which "
                 "is the limit. Try again in a second, or raise KINLENS_MAX_HELD_BYTES.",
@@ -307,9 +302,7 @@ class _Body:
         self._buffered = buffered
         self._source = source
         self._deadline = asyncio.get_running_loop().time() + timeout_s
-        self._timeout: asyncio.Timeout | None = None
         self._bytes = 0
-        self._is_evicted = False
 
     async def receive(self) -> Message:
         if self.complete and not self.refusal:
@@ -317,16 +310,14 @@ class _Body:
         try:
             if self.refusal:
                 raise _RefusedError(self.refusal)
-            async with asyncio.timeout_at(self._deadline) as self._timeout:
+            async with asyncio.timeout_at(self._deadline):
                 message = await self._source.receive()
         except TimeoutError:
-            self.refusal = "evicted" if self._is_evicted else "slow"
+            self.refusal = "slow"
             raise _RefusedError(self.refusal) from None
         except _RefusedError as error:
             self.refusal = error.reason
             raise
-        finally:
-            self._timeout = None
         self._count(message)
         if self.refusal:
             raise _RefusedError(self.refusal)
@@ -338,17 +329,8 @@ class _Body:
             return {"type": "http.request", "body": b"", "more_body": False}
         return await self._source.raw()
 
-    def evict(self) -> None:
-        """Refuse this body now to free memory for others."""
-        self.refusal = "evicted"
-        self._is_evicted = True
-        self.release()
-        if self._timeout is not None:
-            self._timeout.reschedule(asyncio.get_running_loop().time())
-
     def release(self) -> None:
         """Stop counting the body: it is no longer in memory."""
-        self._buffered.arriving.pop(self, None)
         self._buffered.count -= self._bytes
         self._bytes = 0
 
@@ -359,12 +341,11 @@ class _Body:
             self.refusal = "disconnected"
         elif self._bytes + count > self.max_bytes:
             self.refusal = "large"
-        elif not self.refusal:
-            self._buffered.add(self, count)
-        if not self.refusal:
+        elif self._buffered.count + count > self._buffered.limit:
+            self.refusal = "full"
+        else:
             self._bytes += count
-        if self.complete:
-            self._buffered.arriving.pop(self, None)
+            self._buffered.count += count
 
 
 async def refuse(
@@ -417,7 +398,30 @@ def _has_body(scope: Scope) -> bool:
     return "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
 
 
-def _refusal_of_head(scope: Scope, claimed: int, max_bytes: int) -> str:
+def refusal_of_head(scope: Scope) -> tuple[ProblemType, str] | None:
+    """Why the head of a request is refused, or None.
+
+    A server may accept a larger head that arrives at once, and a body with two lengths, which a
+    proxy in front of it could read as two requests.
+    """
+    headers: list[tuple[bytes, bytes]] = scope["headers"]
+    size = len(scope["path"]) + len(scope["query_string"])
+    if size + sum(len(name) + len(value) + 4 for name, value in headers) > HEAD_BYTES:
+        return (
+            HEAD_TOO_LARGE,
+            f"The head of the request has more than {HEAD_BYTES // 2**10} KiB. Shorten it.",
+        )
+    version = scope["http_version"]
+    if version not in _VERSIONS:
+        return BAD_REQUEST, f"HTTP/{version[:_SHOWN]} is not supported. Send HTTP/1.1."
+    codings = [value.strip().lower() for name, value in headers if name == b"transfer-encoding"]
+    has_length = any(name == b"content-length" for name, _ in headers)
+    if codings and (has_length or codings != [b"chunked"] or version == "1.0"):
+        return BAD_REQUEST, "Transfer-Encoding must be chunked, without a length, in HTTP/1.1."
+    return None
+
+
+def _refusal_before_body(scope: Scope, claimed: int, max_bytes: int) -> str:
     """The reason to refuse a body before it is read; empty without one."""
     if _coding(scope) not in ("", *_CODINGS):
         return "coding"
@@ -448,45 +452,31 @@ def media_type_of(request: Request | Scope) -> str:
     return headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
-class Connection:
-    """A connection with one request at a time; the server calls `end` if the client disconnects."""
-
-    def __init__(self) -> None:
-        self.is_disconnected = False
-        self._task: asyncio.Task[Any] | None = None
-
-    def end(self) -> None:
-        """Cancel the running work for this client."""
-        self.is_disconnected = True
-        if self._task is not None:
-            self._task.cancel()
-
-    async def keep(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run `work` in the task of the request; cancel it if the client disconnects.
-
-        Raises: ClientDisconnectedError, any error of `work`.
-        """
-        self._task = task = asyncio.current_task()
-        assert task is not None
-        try:
-            if self.is_disconnected:
-                task.cancel()
-            return await work
-        except asyncio.CancelledError:
-            if self.is_disconnected and not task.uncancel():
-                raise ClientDisconnectedError from None
-            raise
-        finally:
-            self._task = None
-
-
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Run `work`; cancel it if the client disconnects and the server reports that.
+    """Run `work`, for a request whose body was read; cancel it if the client disconnects.
 
     Raises: ClientDisconnectedError, any error of `work`.
     """
-    connection: Connection = request.scope["state"].get("connection") or Connection()
-    return await connection.keep(work)
+    working = asyncio.current_task()
+    assert working is not None
+    is_disconnected = False
+
+    async def watch() -> None:
+        nonlocal is_disconnected
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        is_disconnected = True
+        working.cancel()
+
+    watching = asyncio.create_task(watch())
+    try:
+        return await work
+    except asyncio.CancelledError:
+        if is_disconnected and not working.uncancel():
+            raise ClientDisconnectedError from None
+        raise
+    finally:
+        watching.cancel()
 
 
 def parse_json(body: bytes) -> Any:

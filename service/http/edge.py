@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kinlens.service.access.prefix import forwarded_prefix, public_path, set_prefix
 from kinlens.service.access.rates import Account, Addresses, client_address
-from kinlens.service.http.bodies import bounds_of, refuse
+from kinlens.service.http.bodies import bounds_of, refusal_of_head, refuse
 from kinlens.service.observe.metrics import Metrics
 from kinlens.service.observe.tracing import trace_fields
 from kinlens.service.problems import BAD_REQUEST, UNKNOWN_HOST, problem, request_id_of
@@ -148,8 +148,8 @@ class Edge:
         is_known = ANY_HOST in self._hosts or (match and match[1].lower() in self._hosts)
         is_probe = scope["method"] in _READ and scope["path"] in _PROBES
         control = _CONTROL.search(scope["path"])
-        if "refusal" in scope["state"]:
-            kind, text = scope["state"]["refusal"]
+        if (refusal := refusal_of_head(scope)) is not None:
+            kind, text = refusal
         elif not is_known and not is_probe:
             kind = UNKNOWN_HOST
             text = (

@@ -2,15 +2,12 @@
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from http import HTTPMethod
-from typing import Literal, TypeVar, get_args
+from typing import Literal, NamedTuple, get_args
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from kinlens.service.observe.metrics_shared import RESTARTS, GaugeMode, render
-
-M = TypeVar("M", bound=MetricWrapperBase)
 Stage = Literal["cache", "decode", "queue", "embed", "search", "total"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
 CacheKind = Literal["embedding", "answer"]
@@ -22,14 +19,22 @@ _RECALLS = (0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 1.0)
 _METHODS = frozenset(HTTPMethod)
 
 
+class Described(NamedTuple):
+    """A metric in the documentation."""
+
+    name: str
+    kind: str
+    labels: tuple[str, ...]
+    text: str
+
+
 class Metrics:
-    """The counters, histograms and gauges; `described` lists them."""
+    """The counters, histograms and gauges; `described` lists them for the documentation."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._readings: list[tuple[Gauge, Callable[[], float]]] = []
-        self._own: list[MetricWrapperBase] = []
-        self._collectors: list[Collector] = []
+        self.described: list[Described] = []
         self.requests = self._counter(
             "kinlens_requests",
             "Answered requests. `route` is the pattern of a path, never the path itself; `method` "
@@ -108,7 +113,6 @@ class Metrics:
         self.milvus_failures = self._counter(
             "kinlens_milvus_failures", "Requests that Milvus did not answer or refused.", "call"
         )
-        self._counter(*RESTARTS)
         self._stages = {stage: self.stage_seconds.labels(stage) for stage in STAGES}
 
     def observe_stage(self, stage: Stage, seconds: float) -> None:
@@ -139,51 +143,52 @@ class Metrics:
         self.key_requests.labels(name).inc()
         self.key_units.labels(name).inc(units)
 
-    def gauge(
-        self, name: str, text: str, read: Callable[[], float], mode: GaugeMode = "livesum"
-    ) -> None:
-        """Add a gauge that calls `read` at each `refresh`; `mode` combines several processes."""
-        self._readings.append((self._gauge(name, text, mode), read))
+    def gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
+        """Add a gauge that calls `read` at each `refresh`."""
+        self._readings.append((self._gauge(name, text), read))
 
-    def add(self, collector: Collector) -> None:
-        """Add a collector for values that are the same in every process."""
+    def add(self, collector: Collector, described: Sequence[Described]) -> None:
+        """Add a collector and the description of its metrics."""
         self.registry.register(collector)
-        self._collectors.append(collector)
+        self.described += described
 
     def refresh(self) -> None:
-        """Update the gauges, since another process may be scraped."""
+        """Update the gauges, in the event loop."""
         for gauge, read in self._readings:
             gauge.set(read())
 
-    def described(self) -> Iterator[tuple[str, str, tuple[str, ...], str]]:
-        """Name, type, labels and meaning of each metric, for the documentation."""
-        # Families of the library and of collectors have their labels only in this attribute.
-        own = [(family, one._labelnames) for one in self._own for family in one.describe()]
-        added = [
-            (family, family._labelnames)  # type: ignore[attr-defined]
-            for collector in self._collectors
-            for family in collector.collect()
-        ]
-        for family, labels in own + added:
-            suffix = "_total" if family.type == "counter" else ""
-            yield f"{family.name}{suffix}", family.type, tuple(labels), family.documentation
-
     def render(self, galleries: Collection[str]) -> bytes:
-        """All metrics of all processes in the Prometheus text format.
+        """All metrics in the Prometheus text format.
 
         Series of galleries other than `galleries` are omitted.
         """
-        return render(self.registry, self._collectors, galleries)
+        return generate_latest(_OfGalleries(self.registry, galleries))
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return self._kept(Counter(name, text, labels, registry=self.registry))
+        self.described.append(Described(f"{name}_total", "counter", labels, text))
+        return Counter(name, text, labels, registry=self.registry)
 
-    def _gauge(self, name: str, text: str, mode: GaugeMode = "livesum") -> Gauge:
-        return self._kept(Gauge(name, text, registry=self.registry, multiprocess_mode=mode))
+    def _gauge(self, name: str, text: str) -> Gauge:
+        self.described.append(Described(name, "gauge", (), text))
+        return Gauge(name, text, registry=self.registry)
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
-        return self._kept(Histogram(name, text, labels, buckets=buckets, registry=self.registry))
+        self.described.append(Described(name, "histogram", labels, text))
+        return Histogram(name, text, labels, buckets=buckets, registry=self.registry)
 
-    def _kept(self, metric: M) -> M:
-        self._own.append(metric)
-        return metric
+
+class _OfGalleries(Collector):
+    """Filters out the series of deleted galleries."""
+
+    def __init__(self, registry: CollectorRegistry, galleries: Collection[str]) -> None:
+        self._registry = registry
+        self._galleries = galleries
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._registry.collect():
+            metric.samples = [
+                sample
+                for sample in metric.samples
+                if "gallery" not in sample.labels or sample.labels["gallery"] in self._galleries
+            ]
+            yield metric

@@ -67,12 +67,13 @@ def test_an_unknown_variable_is_a_warning_with_the_nearest_name(
 ) -> None:
     for name in ("GALERIES", "XYZZY", "JOB_ID", "SHARED", "WORKERS"):
         monkeypatch.setenv(f"KINLENS_{name}", "1")
-    near, far = unknown_variables()
+    near, removed, far = unknown_variables()
     assert near.startswith("KINLENS_GALERIES is no setting and is ignored. Did you mean KINLENS_GA")
-    assert "Did you mean" not in far
+    assert "several services behind a proxy" in removed
+    assert "Did you mean" not in removed + far
     report = json.loads(CliRunner().invoke(app, ["check", "--json"]).stdout)
     warned = [found["text"] for found in report["findings"] if found["subject"] == "environment"]
-    assert warned == [near, far]
+    assert warned == [near, removed, far]
 
 
 def test_settings_come_from_the_environment_and_arguments_win(monkeypatch) -> None:
@@ -111,7 +112,6 @@ WRONG = {
     "training_data": ["/data", "bad name=/data", "a=/data,a=/other"],
     "training_weights": ["/weights.pth", "current=/weights.pth"],
     "otlp_endpoint": ["collector:4318"],
-    "workers": ["0", "65"],
     "unknown": ["1"],
     "redis_url": [
         "http://user:hunter2@cache",
@@ -163,7 +163,6 @@ def test_changes_without_a_key_are_refused_on_an_address_that_others_reach(host:
         ({"host": "0.0.0.0", "rate_limit_per_address": "9/day"}, ["KINLENS_ALLOWED_HOSTS"]),
         ({"image_links": "signed"}, ["KINLENS_RATE_LIMIT_PER_ADDRESS"]),
         ({"cors_origins": ("*",)}, ["KINLENS_CORS_ORIGINS"]),
-        ({"workers": 4, "rate_limit_per_key": "60/minute"}, ["KINLENS_REDIS_URL"]),
         ({"state": Path("OPEN")}, ["chmod go-w"]),
     ],
 )
@@ -174,16 +173,6 @@ def test_what_settings_expose_is_reported(settings, cures, tmp_path, monkeypatch
     found = exposures(Settings(**settings))
     assert len(found) == len(cures)
     assert all(cure in text for text, cure in zip(found, cures, strict=True))
-
-
-@pytest.mark.parametrize(("workers", "share"), [("1", 10), ("3", 3), ("64", 1)])
-def test_processes_share_the_cores_by_default(monkeypatch, workers: str, share: int) -> None:
-    monkeypatch.setattr("kinlens.service.settings.core_count", lambda: 8)
-    monkeypatch.setenv("KINLENS_WORKERS", workers)
-    assert Settings().search_threads == share
-    assert Settings(workers=2).search_threads == 5
-    monkeypatch.setenv("KINLENS_SEARCH_THREADS", "5")
-    assert Settings().search_threads == 5
 
 
 def test_a_text_in_no_setting_is_named_and_exits_with_1() -> None:

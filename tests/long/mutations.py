@@ -43,12 +43,6 @@ MUTATIONS = {
         "redis_timeout_ms: int = Field(default=500,",
         ("tests/http/load/test_redis.py", "-k", "default"),
     ),
-    "workers": Mutation(
-        "service/commands/serve.py",
-        "if settings.workers > 1:",
-        "if settings.workers > 1_000:",
-        ("tests/cli/test_processes.py", "-k", "both_processes"),
-    ),
     "fsync": Mutation(
         "embedder/durable.py",
         "        os.fsync(descriptor)\n",

@@ -43,7 +43,6 @@ from kinlens.service.galleries.feedback import FeedbackStore, Question
 from kinlens.service.galleries.uploads import SharedUploads, UploadFolder
 from kinlens.service.http.forms import Part, parse_form
 from kinlens.service.http.rules import Route
-from kinlens.service.http.server import listen
 from kinlens.service.jobs.manager import JobManager
 from kinlens.service.jobs.params import params_of
 from kinlens.service.jobs.rebuild import store_bundle

@@ -19,6 +19,7 @@ import httpx
 import numpy as np
 import pytest
 import structlog
+import uvicorn
 from fastapi import FastAPI
 from PIL import Image, ImageDraw
 
@@ -34,11 +35,10 @@ from kinlens.indexer.types import Entry, Item, SearchOptions
 from kinlens.service import app as service_app
 from kinlens.service.encoding.fork_server import ForkServer
 from kinlens.service.encoding.workers import Workers
-from kinlens.service.http.server import Server, config_of
+from kinlens.service.http.server import config_of, listen
 from kinlens.service.runtime import Runtime
 from kinlens.service.settings import Settings
 from tests.support import waiting
-from tests.support.seams import listen
 from tests.tiny import encoded, photo
 
 WAIT_S = 20.0
@@ -188,7 +188,6 @@ class Running:
     """A service that answers at `url`."""
 
     app: FastAPI
-    server: Server
     url: str
     client: httpx.Client
     _stack: ExitStack
@@ -208,11 +207,6 @@ class Running:
         connection = socket.create_connection(address, WAIT_S, source_address=(source, 0))
         self._stack.enter_context(connection).sendall(sent)
         return connection
-
-    @property
-    def connections(self) -> int:
-        """How many the service holds, that of `client` among them."""
-        return len(self.server.server_state.connections)
 
     def metric(self, name: str, **labels: str) -> float:
         self.runtime.metrics.refresh()
@@ -253,15 +247,12 @@ def workers_of(service: "Running") -> Workers:
     return workers
 
 
-def run(app: FastAPI, **limits: int) -> Running:
-    """Serve `app` in a thread until `close`, with these limits of all connections together."""
+def run(app: FastAPI) -> Running:
+    """Serve `app` in a thread until `close`."""
     stack = ExitStack()
     listener = stack.enter_context(closing(listen("127.0.0.1", 0)))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    config = config_of(app, app.state.runtime.settings)
-    for name, value in limits.items():
-        setattr(config.http.keywords["limits"], name, value)
-    server = Server(config)
+    server = uvicorn.Server(config_of(app, app.state.runtime.settings))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
 
     def stop() -> None:
@@ -275,7 +266,7 @@ def run(app: FastAPI, **limits: int) -> Running:
         httpx.Client(base_url=url, timeout=WAIT_S, limits=httpx.Limits(max_connections=100))
     )
     client.get("/live").raise_for_status()
-    return Running(app, server, url, client, stack)
+    return Running(app, url, client, stack)
 
 
 def drop(*_: Any) -> Any:
@@ -344,12 +335,11 @@ def start_service(embedder: GatedEmbedder, gallery: FakeGallery) -> Iterator[Sta
     def start(
         embedder: Embedder = embedder,
         galleries: Mapping[str, Any] | None = None,
-        limits: Mapping[str, int] | None = None,
         **settings: Any,
     ) -> Running:
         given = galleries if galleries is not None else {gallery.name: gallery}
         app = create_app(Settings(**DEFAULTS | settings), embedder, given)
-        started.append(run(app, **(limits or {})))
+        started.append(run(app))
         return started[-1]
 
     yield start

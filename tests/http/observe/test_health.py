@@ -129,7 +129,7 @@ def test_readiness_does_not_wait_for_the_queue(
 
 
 def test_sigterm_drains_before_the_exit(tiny_settings, tmp_path) -> None:
-    settings = tiny_settings | {"workers": 2, "drain_s": 2}
+    settings = tiny_settings | {"drain_s": 2}
     with own_process(tmp_path / "log", **settings) as started:
         url, files = started.url, {"image": encoded(photo(1))}
         assert httpx.get(f"{url}/startup").status_code == 200

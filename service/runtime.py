@@ -197,7 +197,11 @@ def build_runtime(
     following = Following(settings)
     following.load()
     bundles = Bundles(settings, embedder, workers)
-    registry, models = open_registry(settings, connect, metrics, bundles, galleries)
+    bundles.begin()
+    try:
+        registry, models = open_registry(settings, connect, metrics, bundles, galleries)
+    finally:
+        bundles.end_unused()
     jobs = None if settings.state is None else JobManager(settings)
     count_jobs = dict if jobs is None else jobs.store.counts
     is_on_gpu = settings.searched_on() == "cuda"

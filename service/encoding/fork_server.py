@@ -28,7 +28,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -79,18 +79,6 @@ class Choice(NamedTuple):
     def mode(self) -> Mode:
         """The engine and precision."""
         return Mode(self.engine, self.precision)  # type: ignore[arg-type]
-
-
-@dataclass(frozen=True, slots=True)
-class ForkedWorker:
-    """A worker that a fork server started."""
-
-    pid: int
-    server: "ForkServer"
-
-    def end(self) -> int | None:
-        """Kill it and return its exit code, if the server still knows it."""
-        return self.server.end(self.pid)
 
 
 class ForkServer:
@@ -157,14 +145,14 @@ class ForkServer:
             self._session = replace(self._session, engine=engine, precision=precision)
         self._crashes, self._is_up = 0, True
 
-    def fork(self, connection: socket.socket, layers: Sequence[Layer] = ()) -> ForkedWorker:
-        """Fork a worker that serves the other end of `connection`. `layers` are the sandbox layers
-        of the worker that it replaces.
+    def fork(self, connection: socket.socket, layers: Sequence[Layer] = ()) -> int:
+        """Fork a worker that serves the other end of `connection`, and return its process id.
+        `layers` are the sandbox layers of the worker that it replaces.
 
         Raises: OSError if no worker can be started.
         """
         order = " ".join(["again", *active_names(layers)]) if layers else "first"
-        return ForkedWorker(self._ask(order, [connection.fileno()]), self)
+        return self._ask(order, [connection.fileno()])
 
     def end(self, pid: int) -> int | None:
         """Kill a worker and return its exit code; None if it has ended with its server."""

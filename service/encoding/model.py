@@ -56,24 +56,23 @@ class Stages:
 
 
 class Batcher:
-    """Batches the images of several threads for `embed`, with at most `at_once` concurrent calls.
+    """Batches the images of several threads for `embed`, which runs one call at a time.
 
-    While all calls are in use, threads queue their images. The next free thread embeds up to
-    `batch_size` queued images in one call. A call that fails is repeated for each caller, so only
-    the bad image fails. `on_batch` is called with the size of each call.
+    While it runs, threads queue their images. The next one embeds up to `batch_size` queued images
+    in one call. A call that fails is repeated for each caller, so only the bad image fails.
+    `on_batch` is called with the size of each call.
     """
 
     def __init__(
         self,
         embed: Callable[[Images], Embeddings],
         batch_size: int,
-        at_once: int,
         on_batch: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._embed = embed
         self._batch_size = batch_size
         self._on_batch = on_batch
-        self._calls = threading.Semaphore(at_once)
+        self._turn = threading.Lock()
         self._lock = threading.Lock()
         self._waiting: deque[tuple[Images, Future[Embeddings]]] = deque()
 
@@ -95,7 +94,7 @@ class Batcher:
         mine: Future[Embeddings] = Future()
         with self._lock:
             self._waiting.append((images, mine))
-        with self._calls:
+        with self._turn:
             while not mine.done() and (batch := self._take()):
                 self._run(batch)
         return mine.result()
@@ -175,7 +174,7 @@ class Encoder:
         self._decode_vector = partial(decode_vector, dim=backend.facts.dim)
         self._batcher: Batcher | None = None
         if backend.embed is not None:
-            self._batcher = Batcher(backend.embed, batch_size, 1, on_batch)
+            self._batcher = Batcher(backend.embed, batch_size, on_batch)
 
     def lookup(self, view: View) -> Lookup[Vector]:
         """The cache lookup for the vector of `view`."""
@@ -203,7 +202,26 @@ class Encoder:
         return vectors, stages
 
     def _computed(self, views: Sequence[View], guard: Guard) -> tuple[Embeddings, Stages]:
-        facts, batcher, started = self.facts, self._batcher, time.perf_counter()
+        if self._batcher is None:
+            return self._computed_by_workers(views, guard)
+        started = time.perf_counter()
+
+        def decode(view: View) -> NDArray[np.uint8]:
+            with guard(view):
+                return self.decode(view)
+
+        with span("decode"):
+            images = np.stack(self._search_threads.each(decode, views))
+        decoded = time.perf_counter()
+        with span("embed"):
+            vectors = self._batcher.embed(images)
+        embedded = time.perf_counter()
+        return vectors, Stages((decoded - started) * 1e3, (embedded - decoded) * 1e3)
+
+    def _computed_by_workers(
+        self, views: Sequence[View], guard: Guard
+    ) -> tuple[Embeddings, Stages]:
+        facts, started, decode_ms = self.facts, time.perf_counter(), 0.0
 
         def embed(view: View) -> tuple[Vector, float]:
             with guard(view):
@@ -211,27 +229,15 @@ class Encoder:
                     view.data, facts.preprocessing, facts.limits, view.box, facts.dim
                 )
 
-        def decode(view: View) -> NDArray[np.uint8]:
-            with guard(view):
-                return self.decode(view)
-
-        if batcher is None:
-            with span("embed"):
-                embedded = self._search_threads.each(embed, views)
-            for _ in embedded:
-                self._on_batch(1)
-            total_ms = (time.perf_counter() - started) * 1e3
-            decode_ms = min(total_ms, sum(took_ms for _, took_ms in embedded))
-            return np.stack([vector for vector, _ in embedded]), Stages(
-                decode_ms, total_ms - decode_ms
-            )
-        with span("decode"):
-            images = np.stack(self._search_threads.each(decode, views))
-        decoded = time.perf_counter()
+        vectors = []
         with span("embed"):
-            vectors = batcher.embed(images)
-        embedded_at = time.perf_counter()
-        return vectors, Stages((decoded - started) * 1e3, (embedded_at - decoded) * 1e3)
+            for vector, took_ms in self._search_threads.each(embed, views):
+                vectors.append(vector)
+                decode_ms += took_ms
+                self._on_batch(1)
+        total_ms = (time.perf_counter() - started) * 1e3
+        decode_ms = min(decode_ms, total_ms)  # several images are decoded at the same time
+        return np.stack(vectors), Stages(decode_ms, total_ms - decode_ms)
 
     async def encode(self, data: bytes, digest: str, kind: BulkKind = "write") -> Vector:
         """The vector (D,) of the image `data` with sha256 `digest`, as a bulk call of this `kind`.

@@ -3,8 +3,7 @@
 Its protocol with the service over one socket:
 
 first:   READY, length, the layers of its sandbox (JSON)
-request: lengths of order and image, order (JSON: spec, limits, box, whether to embed; or limits,
-         side), image
+request: lengths of order and image, order (JSON, `pack_order`), image
 reply:   status, length of the content, content (pixels; or a vector and the decoding time in ms, as
          float32; or a JPEG; or JSON: class name and text of an error)
 
@@ -51,40 +50,37 @@ EMBED_S = 30.0
 """Time limit of the model for one decoded image."""
 
 Embed = Callable[[Images], Embeddings]
-Order = tuple[Preprocessing, ImageLimits, Box | None, bool]
-Rendering = tuple[ImageLimits, int]
-"""An order for a JPEG: limits, longest side in pixels."""
 
 
 @lru_cache(_CACHED_ORDERS)
 def pack_order(
-    spec: Preprocessing, limits: ImageLimits, box: Box | None, embed: bool = False
+    limits: ImageLimits,
+    spec: Preprocessing | None = None,
+    box: Box | None = None,
+    *,
+    embed: bool = False,
+    side_px: int = 0,
 ) -> bytes:
-    """How to decode an image, and whether to answer with its vector, as JSON."""
+    """What to do with an image, as JSON: decode it by `spec`, and `embed` it; or render a JPEG
+    of at most `side_px` a side.
+    """
     sizes = (limits.max_bytes, limits.max_megapixels, limits.max_side_px)
-    order = {"spec": dict(spec), "limits": sizes, "box": box, "embed": embed}
+    order = [sizes, None if spec is None else dict(spec), box, embed, side_px]
     return json.dumps(order).encode()
 
 
 @lru_cache(_CACHED_ORDERS)
-def pack_rendering(limits: ImageLimits, side_px: int) -> bytes:
-    """How to render an image as a JPEG, as JSON."""
-    sizes = (limits.max_bytes, limits.max_megapixels, limits.max_side_px)
-    return json.dumps({"limits": sizes, "side": side_px}).encode()
-
-
-@lru_cache(_CACHED_ORDERS)
-def unpack_order(packed: bytes) -> Order | Rendering:
-    """The order that `pack_order` or `pack_rendering` packed."""
-    order = json.loads(packed)
-    if "side" in order:
-        return ImageLimits(*order["limits"]), int(order["side"])
-    box = order["box"]
+def unpack_order(
+    packed: bytes,
+) -> tuple[ImageLimits, Preprocessing | None, Box | None, bool, int]:
+    """The arguments of `pack_order`."""
+    sizes, spec, box, embed, side_px = json.loads(packed)
     return (
-        Preprocessing(**order["spec"]),
-        ImageLimits(*order["limits"]),
-        None if box is None else (box[0], box[1], box[2], box[3]),
-        bool(order["embed"]),
+        ImageLimits(*sizes),
+        None if spec is None else Preprocessing(**spec),
+        None if box is None else tuple(box),
+        embed,
+        side_px,
     )
 
 
@@ -184,7 +180,7 @@ def _answer(
         image = _receive(connection, image_bytes)
         if order is None or image is None:
             sys.exit()
-        return DONE, _content(image, unpack_order(order), embed)
+        return DONE, _content(image, order, embed)
     except MemoryError as error:
         return ENDING, pack_error(error)
     except BundleError as error:
@@ -194,10 +190,10 @@ def _answer(
         return REFUSED, pack_error(error)
 
 
-def _content(image: bytes, order: Order | Rendering, embed: Embed | None) -> bytes | memoryview:
-    if len(order) == 2:
-        return render_jpeg(image, *order)
-    spec, limits, box, wants_vector = order
+def _content(image: bytes, order: bytes, embed: Embed | None) -> bytes | memoryview:
+    limits, spec, box, wants_vector, side_px = unpack_order(order)
+    if spec is None:
+        return render_jpeg(image, limits, side_px)
     started = perf_counter()
     pixels = preprocess(image, spec, limits, box)
     if not wants_vector:

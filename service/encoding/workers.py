@@ -6,6 +6,7 @@ only its image is refused.
 
 import contextlib
 import enum
+import math
 import socket
 import sys
 import threading
@@ -23,7 +24,7 @@ from kinlens.embedder.errors import ImageCostError, KinlensError, SearchError
 from kinlens.embedder.manifest import Preprocessing
 from kinlens.embedder.preprocess import MAX_SIDE_PX, Box, ImageLimits
 from kinlens.service.concurrency import begin_in_thread
-from kinlens.service.encoding.fork_server import Choice, ForkedWorker, ForkServer
+from kinlens.service.encoding.fork_server import Choice, ForkServer
 from kinlens.service.encoding.sandbox import Layer
 from kinlens.service.encoding.worker import (
     DONE,
@@ -36,7 +37,6 @@ from kinlens.service.encoding.worker import (
     REPLY,
     REQUEST,
     pack_order,
-    pack_rendering,
     unpack_error,
     unpack_layers,
 )
@@ -150,13 +150,9 @@ class Workers:
         Raises: ImageError (ImageCostError if the worker was killed or crashed),
             InvalidParameterError for the box, SearchError if there is no worker.
         """
-        side_px = spec.crop_px
-        size = 3 * side_px**2
-
-        def read(content: Pixels) -> Pixels:
-            return content.reshape(3, side_px, side_px)
-
-        return self._ask(pack_order(spec, limits, box), data, size, read)
+        shape = 3, spec.crop_px, spec.crop_px
+        order = pack_order(limits, spec, box)
+        return self._ask(order, data, math.prod(shape), lambda content: content.reshape(shape))
 
     def embed(
         self, data: bytes, spec: Preprocessing, limits: ImageLimits, box: Box | None, dim: int
@@ -175,7 +171,7 @@ class Workers:
                 raise ValueError
             return vector, decode_ms if 0 <= decode_ms <= 1e3 * self._timeout_s else 0.0
 
-        order = pack_order(spec, limits, box, embed=True)
+        order = pack_order(limits, spec, box, embed=True)
         return self._ask(order, data, 4 * (dim + 1), read, EMBED_S)
 
     def render(self, data: bytes, limits: ImageLimits, side_px: int = MAX_SIDE_PX) -> bytes:
@@ -191,7 +187,7 @@ class Workers:
                 raise ValueError
             return jpeg
 
-        return self._ask(pack_rendering(limits, side_px), data, 3 * side_px**2, read)
+        return self._ask(pack_order(limits, side_px=side_px), data, 3 * side_px**2, read)
 
     def _ask(
         self,
@@ -338,19 +334,16 @@ class _Worker:
         """`layers` are those of an earlier worker, which it enters without a rehearsal: that could
         fail on an overloaded machine. Raises: OSError.
         """
+        self._server = server
         self._socket, theirs = socket.socketpair()
         for end in (self._socket, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         with theirs:
             try:
-                self._process: ForkedWorker = server.fork(theirs, layers)
+                self.pid = server.fork(theirs, layers)
             except BaseException:
                 self._socket.close()
                 raise
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     def wait_until_ready(self) -> Sequence[Layer]:
         """The layers of its sandbox. Raises: _LostError."""
@@ -394,7 +387,7 @@ class _Worker:
 
     def end(self) -> int | None:
         """Kill the process if it still runs, and return its exit code, if known."""
-        code = self._process.end()
+        code = self._server.end(self.pid)
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that is reading from it
         self._socket.close()

@@ -3,6 +3,7 @@
 import contextlib
 import json
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from kinlens.indexer.gallery import (
 )
 from kinlens.indexer.gallery import Gallery as IndexedGallery
 from kinlens.indexer.types import MILVUS, OnCall, checked_name, milvus_address, mismatch, unobserved
+from kinlens.service.concurrency import begin_in_thread
 from kinlens.service.encoding.fork_server import ForkServer
 from kinlens.service.encoding.model import Backend
 from kinlens.service.encoding.workers import Workers
@@ -292,6 +294,7 @@ class Bundles:
         self._primary = settings.bundle if embedder is None else None
         self._state = settings.state
         self._limits = settings.image_limits()
+        self._begun: dict[str, Future[Backend]] = {}
         self._session = SessionSettings(
             settings.device,
             settings.threads,
@@ -311,10 +314,31 @@ class Bundles:
             )
         return id_of(self._primary) or Bundle.open(self._primary).bundle_id
 
+    def begin(self) -> None:
+        """Start the primary bundle while the galleries are opened, unless these decide its mode."""
+        if self._embedder is None and self._session.precision != "auto":
+            primary = self.primary()
+            self._begun[primary] = begin_in_thread(lambda: self._start(primary, ""))
+
+    def end_unused(self) -> None:
+        """End the primary bundle if no gallery uses it."""
+
+        def end(started: Future[Backend]) -> None:
+            if started.exception() is None:
+                started.result().workers.close()
+
+        for started in self._begun.values():
+            started.add_done_callback(end)
+        self._begun = {}
+
     def open(self, bundle_id: str, precision: str = "fp32") -> Backend:
         """Start a bundle that can search vectors of `precision`, and of the precisions of all its
         galleries. Raises: BundleNotFoundError, BundleError, SearchError.
         """
+        begun = self._begun.pop(bundle_id, None)
+        return self._start(bundle_id, precision) if begun is None else begun.result()
+
+    def _start(self, bundle_id: str, precision: str) -> Backend:
         if self._embedder is not None and bundle_id == self._embedder.bundle_id:
             workers = self._workers or self._started(None, self._session)
             return Backend(self._embedder, workers, self._embedder.embed)

@@ -134,6 +134,14 @@ def test_one_truncated_jpeg_among_31_good_ones_fails_alone(isolated, photos) -> 
     assert workers_of(isolated).pids == before
 
 
+def test_images_of_one_request_are_decoded_at_the_same_time(isolated, heavy) -> None:
+    images = [("image", (f"{number}.png", new(heavy), "image/png")) for number in range(4)]
+    with ThreadPoolExecutor(1) as clients:
+        answer = clients.submit(isolated.client.post, "/search", files=images)
+        until(lambda: len(decoding(isolated)) == 2)
+        assert answer.result().status_code == 200
+
+
 @pytest.mark.parametrize("deaths", [1, 2])
 def test_a_killed_process_is_retried_once(isolated, photos, heavy, deaths: int) -> None:
     before, killed = workers_of(isolated).restarts, set()
@@ -258,7 +266,7 @@ def test_queued_images_share_a_call_and_a_bad_one_fails_alone() -> None:
     def ask(value: int) -> float:
         return float(batcher.embed(np.full((1, 3, 2, 2), value, dtype=np.uint8)).item())
 
-    batcher = Batcher(embed, batch_size=8, at_once=1)
+    batcher = Batcher(embed, batch_size=8)
     values = [*range(20, 29), 13]
     with ThreadPoolExecutor(len(values) + 1) as clients:
         first = clients.submit(ask, 0)

@@ -401,7 +401,7 @@ def _remove(served: Served, keys: Sequence[str], keep: Sequence[str]) -> Changed
     gallery = served.gallery
     contents = _uploaded(gallery.stored(keys).values())
     removed = _local(gallery, "keep").remove(keys, keep=keep) if keep else gallery.remove(keys)
-    _discard_removed(served, contents)
+    served.discard_uploads(contents)
     return Changed(removed, gallery.version)
 
 
@@ -431,7 +431,7 @@ def _remove_item(served: Served, item_id: ItemId) -> Changed:
         if served.path is not None:
             served.check_generation(gallery.generation, current_generation(served.path))
         raise
-    _discard_removed(served, _uploaded([item]))
+    served.discard_uploads(_uploaded([item]))
     return Changed(1, gallery.version)
 
 
@@ -447,16 +447,8 @@ def _remove_where(served: Served, where: Filter) -> Changed:
     try:
         removed = gallery.remove_where(where)
     finally:
-        _discard_removed(served, contents)  # also after an interrupted removal
+        served.discard_uploads(contents)  # also after an interrupted removal
     return Changed(removed, gallery.version)
-
-
-def _discard_removed(served: Served, contents: Sequence[str]) -> None:
-    """Discard the images on Milvus. In a folder the removal can be undone for a while, and a sweep
-    discards them later.
-    """
-    if served.is_remote:
-        served.discard_uploads(contents)
 
 
 def _uploaded(items: Iterable[Item]) -> list[str]:

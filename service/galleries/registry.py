@@ -159,12 +159,8 @@ class Served:
             )
 
     def discard_uploads(self, sha256s: Sequence[str]) -> None:
-        """Remove the uploaded images with these contents that no item uses any more."""
-        if self.follows is not None:
-            return
-        if self.path is not None:
-            UploadFolder(self.path).discard(sha256s)
-        elif self._shared is not None:
+        """Remove these images from a shared store if no item uses them; a folder is swept."""
+        if self.path is None and self._shared is not None:
             self._shared.discard(sha256s, self.gallery.contents)
 
     def check_generation(self, version: str | None, current: str | None = None) -> None:

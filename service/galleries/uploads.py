@@ -1,7 +1,7 @@
 """Uploaded images, stored in the folder of their gallery or, for Milvus, at a shared address.
 
 An image is complete and durable before the catalogue refers to it, and is deleted once no item of
-the gallery uses it.
+the gallery uses it: in a folder by an hourly sweep, in a shared store by the write.
 """
 
 import contextlib
@@ -12,7 +12,6 @@ import re
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from functools import partial
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -67,7 +66,7 @@ class UploadFolder:
 
     @contextlib.contextmanager
     def storing(self, contents: Mapping[str, bytes]) -> Iterator[None]:
-        """Store these images by sha256. Nothing is discarded until the end of the block, which adds
+        """Store these images by sha256. Nothing is removed until the end of the block, which adds
         the items to the catalogue.
 
         Raises: GalleryBusyError if the gallery does not exist now; GalleryWriteError.
@@ -126,22 +125,12 @@ class UploadFolder:
                 if chosen:
                     sync(self.root / shard.name, "upload")
 
-    def discard(self, sha256s: Iterable[str]) -> None:
-        """Remove the given images that no item of the gallery uses.
-
-        While the gallery is being copied or cannot be read nothing is removed; a later `sweep`
-        does it.
-        """
-        stored = {sha256 for sha256 in sha256s if self.has(sha256)}
-        if stored:
-            self._clear(lambda: stored)
-
     def sweep(self, is_over: Callable[[], bool] = lambda: False) -> None:
         """Remove every image that no item uses, and leftovers of interrupted writes. It stops early
         when `is_over` returns true.
         """
         for shard in _shards(self.root):
-            if is_over() or not self._clear(partial(_swept, shard)):
+            if is_over() or not self._clear(shard):
                 return
 
     @contextlib.contextmanager
@@ -153,14 +142,18 @@ class UploadFolder:
         with self._locked(_LOCK, fcntl.LOCK_EX):
             yield
 
-    def _clear(self, list_contents: Callable[[], Collection[str]]) -> bool:
-        """Remove the listed contents that no item uses; False if that cannot be determined now."""
+    def _clear(self, shard: Path) -> bool:
+        """Remove the images of a subfolder that no item uses, and unfinished writes; False if that
+        cannot be determined now.
+        """
         try:
             with (
                 self._locked(_LOCK, fcntl.LOCK_EX),
                 self._locked(_COPIED, fcntl.LOCK_EX | fcntl.LOCK_NB),
             ):
-                contents = sorted(list_contents())
+                for stage in shard.glob(f"{_STAGE}*"):
+                    stage.unlink(missing_ok=True)
+                contents = sorted(_contents(shard))
                 for sha256 in set(contents) - stored_contents(self._gallery, contents):
                     self._path(sha256).unlink(missing_ok=True)
         except BlockingIOError:
@@ -233,13 +226,6 @@ def _shards(root: Path) -> list[Path]:
     return sorted(path for path in root.glob("?" * _SHARD) if path.is_dir())
 
 
-def _swept(shard: Path) -> list[str]:
-    """The contents of a subfolder that is not being written to; removes unfinished writes."""
-    for stage in shard.glob(f"{_STAGE}*"):
-        stage.unlink(missing_ok=True)
-    return _contents(shard)
-
-
 def _contents(shard: Path) -> list[str]:
     return [file.name for file in shard.iterdir() if _SHA256.fullmatch(file.name)]
 
@@ -268,7 +254,6 @@ def _warn_not_removed(location: str, error: Exception) -> None:
 class Sweeper:
     """Removes once an hour the images that no item uses, then calls each of `tidy`.
 
-    Such images remain after interrupted writes, and after items are removed without the service.
     Of all processes that share the folder `state` one sweeps, in its own thread.
     """
 

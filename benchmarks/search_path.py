@@ -9,6 +9,7 @@ the calls in their order. Counts are the least of several searches, since backgr
 at the same time. Without a bundle, a network is trained for a minute.
 """
 
+import logging
 import socket
 import sys
 import tempfile
@@ -35,7 +36,7 @@ from kinlens.service.settings import Settings
 
 ROOT = f"{Path(kinlens.__file__).parent}/"
 TARGETS = {"modules of the service": 14, "modules of Kinlens": 24, "calls of Kinlens": 350}
-ITEMS, WARM, COUNTED = 1_000, 8, 5
+ITEMS, WARM, COUNTED = 1_000, 8, 20
 
 
 class Recorder:
@@ -87,6 +88,7 @@ def served(bundle: Path, folder: Path) -> Any:
         bundle_id=embedder.bundle_id,
     )
     configure_logs("info")
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # of the client
     app = create_app(Settings(bundle=bundle, galleries=(f"g={path}",)))
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
     with closing(socket.create_server(("127.0.0.1", 0))) as listener:

@@ -96,7 +96,7 @@ def create_app(
         golden.router,
         feedback.router,
         duplicates.router,
-        images.build_router(runtime),
+        images.router,
         jobs.router,
         access.router,
         operations.router,

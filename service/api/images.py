@@ -11,7 +11,7 @@ from pydantic import BeforeValidator
 from kinlens.embedder import errors
 from kinlens.indexer.images import is_shown, item_bytes, shown
 from kinlens.indexer.types import Item
-from kinlens.service.api.galleries import FAILURES, Generation, ItemId
+from kinlens.service.api.galleries import FAILURES, Generation, ItemId, Service
 from kinlens.service.galleries.registry import Served
 from kinlens.service.galleries.renditions import SIDES_PX
 from kinlens.service.http.openapi import problems
@@ -42,33 +42,31 @@ IMAGE_ANSWERS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def build_router(runtime: Runtime) -> APIRouter:
-    """Build the routes of images."""
-    router = APIRouter(route_class=Route)
+router = APIRouter(route_class=Route)
 
-    @router.get(
-        "/galleries/{name}/items/{item_id}/image",
-        response_class=Response,
-        responses=IMAGE_ANSWERS,
-        summary="The image of an item",
-    )
-    @rule("search", "items")
-    async def item_image(
-        request: Request,
-        name: str,
-        item_id: ItemId,
-        generation: Generation,
-        size: ImageSize = None,
-    ) -> Response:
-        """The image in a format that browsers can show.
 
-        404: the item was removed, its file is missing or has changed since indexing, or it cannot
-        be converted. 503: the file cannot be read, or decoding took too much time or memory; it is
-        then not repeated for 30 seconds.
-        """
-        return await image_of(runtime, request, name, item_id, generation, size)
+@router.get(
+    "/galleries/{name}/items/{item_id}/image",
+    response_class=Response,
+    responses=IMAGE_ANSWERS,
+    summary="The image of an item",
+)
+@rule("search", "items")
+async def item_image(
+    runtime: Service,
+    request: Request,
+    name: str,
+    item_id: ItemId,
+    generation: Generation,
+    size: ImageSize = None,
+) -> Response:
+    """The image in a format that browsers can show.
 
-    return router
+    404: the item was removed, its file is missing or has changed since indexing, or it cannot be
+    converted. 503: the file cannot be read, or decoding took too much time or memory; it is then
+    not repeated for 30 seconds.
+    """
+    return await image_of(runtime, request, name, item_id, generation, size)
 
 
 async def image_of(

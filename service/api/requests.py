@@ -166,7 +166,7 @@ FORM, RAW, IMAGE = "multipart/form-data", "application/octet-stream", "image/*"
 _INLINE_IMAGE = 256 * 2**10
 _INLINE_PARTS = 16
 _SHORT_FILTER = 256  # characters
-_LISTS = {"positive": "positives", "negative": "negatives"}
+_LISTS = {"positive": "positives", "negative": "negatives", "crop": "crops"}
 _LISTED = ("images", *_LISTS.values())  # names that are only valid in JSON
 _VIEWS = "images and crops"
 _MAX_KEYS = 256
@@ -347,7 +347,7 @@ class SearchFields(Strict):
     ]
 
     @model_validator(mode="after")
-    def _is_within_limits(self) -> Self:
+    def _is_consistent(self) -> Self:
         limits = self.limits
         k, offset, size = self.k or limits.default_k, self.offset or 0, self.group_size or 1
         if offset + k > limits.max_k:
@@ -360,6 +360,11 @@ class SearchFields(Strict):
                 f"k * group_size = {k * size:,} is above the limit of {limits.max_k:,}; request "
                 "fewer groups or fewer items in each."
             )
+        if self.sort_by is not None and self.min_probability is not None:
+            raise custom_error(
+                "min_probability cannot be combined with sort_by. Send min_score with sort_by, or "
+                "omit one of them."
+            )
         return self
 
     @property
@@ -368,15 +373,6 @@ class SearchFields(Strict):
         return not self.filter or (
             isinstance(self.filter, str) and len(self.filter) <= _SHORT_FILTER
         )
-
-    @model_validator(mode="after")
-    def _is_sorted_or_likely(self) -> Self:
-        if self.sort_by is not None and self.min_probability is not None:
-            raise custom_error(
-                "min_probability cannot be combined with sort_by. Send min_score with sort_by, or "
-                "omit one of them."
-            )
-        return self
 
     def query(self) -> Query:
         """Convert to a query. Raises: FilterError."""
@@ -505,11 +501,12 @@ async def read_search(request: Request, runtime: Runtime, models: SearchModels) 
     """
     readers = {FORM: _from_form, IMAGE: _from_raw, RAW: _from_raw, JSON: _from_json}
     body, reader = await _body(request, readers)
-    short = len(body) + len(request.url.query) <= INLINE_BYTES or (
+    query_length = len(request.scope["query_string"])
+    short = len(body) + query_length <= INLINE_BYTES or (
         # an image that is faster to parse here than to hand to a thread
-        media_type_of(request) != JSON
+        reader is not _from_json
         and len(body) <= _INLINE_IMAGE
-        and len(request.url.query) <= INLINE_BYTES
+        and query_length <= INLINE_BYTES
         and body.count(b"\n--") <= _INLINE_PARTS
     )
     return await _read_query(lambda: reader(request, body, models.request), runtime, short=short)
@@ -555,9 +552,9 @@ async def _read_query(read: Callable[[], SearchFields], runtime: Runtime, *, sho
     thread parses all long filters, so they cannot use more than their share of the GIL. Their
     length is only known after parsing, since a body can spell a field name in several ways.
     """
-    fields = await off_loop(runtime, read, short=short)
+    fields = read() if short else await off_loop(runtime, read, short=False)
     if fields.has_short_filter:
-        return await off_loop(runtime, fields.query, short=short)
+        return fields.query() if short else await off_loop(runtime, fields.query, short=False)
     return await runtime.read("the filter", fields.query, "filter")
 
 
@@ -670,8 +667,8 @@ def _with_images(
     pairs: Pairs, images: Sequence[bytes], model: type[SearchRequest]
 ) -> SearchRequest:
     """The search with the crops in `pairs` for each image; errors use the names of form fields."""
-    crops = [value for name, value in pairs if name == "crop"]
-    fields = _fields([pair for pair in pairs if pair[0] != "crop"])
+    fields = _fields(pairs)
+    crops = fields.pop("crops", [])
     sent = [{"data": data, "crops": crops} for data in images]
     return _not_empty(checked(model, {**fields, "images": sent}, _form_name))
 

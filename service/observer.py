@@ -62,7 +62,7 @@ class Observer(Collector):
     async def render(self) -> bytes:
         """All metrics as text, at most one second old.
 
-        The cache bounds the cost, since scrapes need no key and have no rate limit.
+        The cache bounds the cost, since scrapes have no rate limit.
         """
         return await self._recent.get()
 

@@ -15,7 +15,7 @@ from kinlens.service.access.keys import MAX_OVERLAP, OVERLAP, Key, KeyStore, Lim
 from kinlens.service.api.galleries import Service
 from kinlens.service.http.openapi import problems
 from kinlens.service.http.rules import Route, rule
-from kinlens.service.problems import BAD_REQUEST, BODY_TOO_LARGE, BODY_TOO_SLOW, PROBLEM_TYPES
+from kinlens.service.problems import PROBLEM_TYPES
 from kinlens.service.runtime import Runtime
 
 T = TypeVar("T")
@@ -29,7 +29,6 @@ _STATE = (
     PROBLEM_TYPES[errors.DeadlineExceededError],
     PROBLEM_TYPES[errors.OverloadedError],
 )
-_CHANGES = (*_STATE, BAD_REQUEST, BODY_TOO_LARGE, BODY_TOO_SLOW)
 _UNKNOWN = PROBLEM_TYPES[errors.KeyNotFoundError]
 _NO_STORE = {"Cache-Control": "no-store"}
 
@@ -88,7 +87,7 @@ async def list_keys(runtime: Service) -> Keys:
     return Keys(keys=[_model(key) for key in found])
 
 
-@router.post("/keys", status_code=201, responses=problems(*_CHANGES), summary="Create an API key")
+@router.post("/keys", status_code=201, responses=problems(*_STATE), summary="Create an API key")
 @rule("admin", "service")
 async def create_key(
     runtime: Service, new: KeyRequest, request: Request, response: Response
@@ -120,7 +119,7 @@ async def revoke_key(runtime: Service, name: Name, request: Request) -> KeyModel
 
 @router.post(
     "/keys/{name}/rotate",
-    responses=problems(*_CHANGES, _UNKNOWN),
+    responses=problems(*_STATE, _UNKNOWN),
     summary="Give an API key a new secret",
 )
 @rule("admin", "service")

@@ -14,9 +14,9 @@ from kinlens.embedder.errors import ItemNotFoundError
 from kinlens.indexer.types import Item
 from kinlens.models import ExplainAnswer, ItemModel, PatchAnswer, RemoveAnswer, SearchAnswer
 from kinlens.service.access.audit import note
-from kinlens.service.api.galleries import FAILURES, Generation
+from kinlens.service.api.galleries import CHANGE_FAILURES, FAILURES, Generation
 from kinlens.service.api.images import IMAGE_ANSWERS, ImageSize, image_of
-from kinlens.service.api.items import UNKNOWN_ITEM, WRITES, Changes, item_model
+from kinlens.service.api.items import UNKNOWN_ITEM, Changes, item_model
 from kinlens.service.api.requests import search_models
 from kinlens.service.api.search import (
     EXPLAIN,
@@ -119,7 +119,7 @@ def build_router(runtime: Runtime) -> APIRouter:
 
     @router.patch(
         _ITEM,
-        responses=problems(*WRITES, UNKNOWN_ITEM),
+        responses=problems(*CHANGE_FAILURES, UNKNOWN_ITEM),
         summary="Change attributes of an item by key",
         openapi_extra=body_docs(KeyChanges),
     )
@@ -132,7 +132,7 @@ def build_router(runtime: Runtime) -> APIRouter:
         return PatchAnswer(changed=changed.count, version=changed.version)
 
     @router.delete(
-        _ITEM, responses=problems(*WRITES, UNKNOWN_ITEM), summary="Remove an item by key"
+        _ITEM, responses=problems(*CHANGE_FAILURES, UNKNOWN_ITEM), summary="Remove an item by key"
     )
     @rule("write", "items", "keys")
     async def remove(request: Request, name: str, key: Key) -> RemoveAnswer:

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from kinlens.embedder import errors
 from kinlens.models import Action, FeedbackCounts
-from kinlens.service.api.galleries import BODY_FAILURES, FAILURES, Service
+from kinlens.service.api.galleries import FAILURES, Service
 from kinlens.service.api.requests import FORM, Strict, read_form
 from kinlens.service.galleries.feedback import IMAGE_PX, FeedbackStore, Question, as_csv
 from kinlens.service.http.bodies import (
@@ -64,7 +64,7 @@ router = APIRouter(route_class=Route)
 @router.post(
     "/feedback",
     status_code=204,
-    responses=problems(*FAILURES, *BODY_FAILURES, PROBLEM_TYPES[errors.ItemNotFoundError], _STATE),
+    responses=problems(*FAILURES, PROBLEM_TYPES[errors.ItemNotFoundError], _STATE),
     summary="Report whether an item was right",
     openapi_extra={"requestBody": {"required": True, "content": _CONTENT}},
 )

@@ -30,13 +30,7 @@ from kinlens.service.galleries.locations import VERSION_PATTERN, VERSION_TEXT, G
 from kinlens.service.galleries.registry import Served
 from kinlens.service.http.openapi import problems
 from kinlens.service.http.rules import Route, rule
-from kinlens.service.problems import (
-    BAD_REQUEST,
-    BODY_TOO_LARGE,
-    BODY_TOO_SLOW,
-    PROBLEM_TYPES,
-    UNSUPPORTED_MEDIA,
-)
+from kinlens.service.problems import PROBLEM_TYPES
 from kinlens.service.runtime import Runtime
 from kinlens.service.search.pipeline import calibrated_by
 from kinlens.service.settings import Settings
@@ -60,7 +54,6 @@ CHANGE_FAILURES = (
     PROBLEM_TYPES[errors.GalleryBusyError],
 )
 
-BODY_FAILURES = (BAD_REQUEST, BODY_TOO_SLOW, BODY_TOO_LARGE, UNSUPPORTED_MEDIA)
 IMAGE_FAILURES = (
     PROBLEM_TYPES[errors.EmptyImageError],
     PROBLEM_TYPES[errors.ImageTooManyBytesError],

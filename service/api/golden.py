@@ -28,7 +28,6 @@ from kinlens.indexer.golden import (
 )
 from kinlens.service.access.audit import note
 from kinlens.service.api.galleries import (
-    BODY_FAILURES,
     CHANGE_FAILURES,
     FAILURES,
     IMAGE_FAILURES,
@@ -83,7 +82,6 @@ async def queries(runtime: Service, name: str) -> GoldenQueries:
     responses=problems(
         *CHANGE_FAILURES,
         *_MODEL,
-        *BODY_FAILURES,
         *IMAGE_FAILURES,
         PROBLEM_TYPES[errors.FilterError],
     ),

@@ -34,7 +34,6 @@ from kinlens.models import (
 from kinlens.service.access.audit import note
 from kinlens.service.access.rates import account_of
 from kinlens.service.api.galleries import (
-    BODY_FAILURES,
     CHANGE_FAILURES,
     FAILURES,
     IMAGE_FAILURES,
@@ -84,7 +83,6 @@ _SHOWN = 80
 _CHANGED: tuple[Status, ...] = ("added", "replaced", "updated")
 _FILTER = PROBLEM_TYPES[errors.FilterError]
 UNKNOWN_ITEM = PROBLEM_TYPES[errors.ItemNotFoundError]
-WRITES = (*CHANGE_FAILURES, *BODY_FAILURES)
 
 
 def _plain(value: Any) -> Any:
@@ -300,7 +298,7 @@ async def item(runtime: Service, name: str, item_id: ItemId) -> ItemModel:
 
 @router.put(
     "",
-    responses=problems(*WRITES, *IMAGE_FAILURES),
+    responses=problems(*CHANGE_FAILURES, *IMAGE_FAILURES),
     summary="Put items",
     openapi_extra={"requestBody": {"required": True, "content": _PUT_CONTENT}},
 )
@@ -329,7 +327,7 @@ async def put(runtime: Service, name: str, request: Request) -> PutAnswer:
 
 @router.patch(
     "",
-    responses=problems(*WRITES, UNKNOWN_ITEM, _FILTER),
+    responses=problems(*CHANGE_FAILURES, UNKNOWN_ITEM, _FILTER),
     summary="Change attributes",
     openapi_extra=body_docs(PatchItems),
 )
@@ -352,7 +350,7 @@ async def patch(runtime: Service, name: str, request: Request) -> PatchAnswer:
     return PatchAnswer(changed=changed.count, version=changed.version)
 
 
-@router.delete("", responses=problems(*WRITES), summary="Remove items by key")
+@router.delete("", responses=problems(*CHANGE_FAILURES), summary="Remove items by key")
 @rule("write", "items", "keys")
 async def remove(
     runtime: Service,
@@ -368,7 +366,7 @@ async def remove(
 
 @router.post(
     "/delete",
-    responses=problems(*WRITES, _FILTER, PROBLEM_TYPES[errors.GalleryConflictError]),
+    responses=problems(*CHANGE_FAILURES, _FILTER, PROBLEM_TYPES[errors.GalleryConflictError]),
     summary="Remove many items",
     openapi_extra=body_docs(RemoveItems),
 )
@@ -396,7 +394,7 @@ async def remove_many(runtime: Service, name: str, request: Request) -> RemoveAn
 
 @router.post(
     "/restore",
-    responses=problems(*WRITES),
+    responses=problems(*CHANGE_FAILURES),
     summary="Undo a removal",
     openapi_extra=body_docs(RestoreItems),
 )
@@ -414,7 +412,9 @@ async def restore(runtime: Service, name: str, request: Request) -> RestoreAnswe
     return RestoreAnswer(restored=len(items), items=items, version=done.version)
 
 
-@router.delete("/{item_id}", responses=problems(*WRITES, UNKNOWN_ITEM), summary="Remove an item")
+@router.delete(
+    "/{item_id}", responses=problems(*CHANGE_FAILURES, UNKNOWN_ITEM), summary="Remove an item"
+)
 @rule("write", "items")
 async def remove_item(
     runtime: Service, request: Request, name: str, item_id: ItemId, generation: Generation

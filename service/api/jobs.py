@@ -25,7 +25,7 @@ from kinlens.service.jobs.params import (
     TrainParams,
 )
 from kinlens.service.jobs.store import Job
-from kinlens.service.problems import BAD_REQUEST, BODY_TOO_LARGE, BODY_TOO_SLOW, PROBLEM_TYPES
+from kinlens.service.problems import PROBLEM_TYPES
 
 T = TypeVar("T")
 _STATE = (
@@ -42,9 +42,6 @@ _CHANGES = (
     PROBLEM_TYPES[errors.GalleryConflictError],
     PROBLEM_TYPES[errors.GalleryError],
     PROBLEM_TYPES[errors.JobConflictError],
-    BAD_REQUEST,
-    BODY_TOO_LARGE,
-    BODY_TOO_SLOW,
 )
 _LOOK: dict[str, Any] = {"responses": problems(*_STATE, _UNKNOWN)}
 _START: dict[str, Any] = {"response_model": JobModel, "status_code": 202}

@@ -15,7 +15,6 @@ from pydantic_core import to_json
 from kinlens.embedder import errors
 from kinlens.models import BatchAnswer, ExplainAnswer, QueryShares, SearchAnswer, Timings
 from kinlens.service.api.galleries import (
-    BODY_FAILURES,
     FAILURES,
     IMAGE_FAILURES,
     Generation,
@@ -49,7 +48,7 @@ from kinlens.service.search.query import Answer, Query
 _OF_ID = ("generation", "version")
 _HEADERS = {"Cache-Control": "no-store"}
 SIMILAR = (*FAILURES, PROBLEM_TYPES[errors.ItemNotFoundError], PROBLEM_TYPES[errors.FilterError])
-_SEARCH = (*SIMILAR, *BODY_FAILURES, *IMAGE_FAILURES, PROBLEM_TYPES[errors.SearchError])
+_SEARCH = (*SIMILAR, *IMAGE_FAILURES, PROBLEM_TYPES[errors.SearchError])
 EXPLAIN = (*_SEARCH, PROBLEM_TYPES[errors.GalleryConflictError])
 _PNG = (  # red and blue, 8 x 8 px
     "iVBORw0KGgoAAAANSUhEUgAAAAgAAAAICAIAAABLbSncAAAAGklEQVR42mM8ISfHAANhDKvgbCYGHGBw"
@@ -116,7 +115,6 @@ def build_router(runtime: Runtime) -> APIRouter:
         responses={
             200: {"description": "An outcome for each query, in order."},
             **problems(
-                *BODY_FAILURES,
                 PROBLEM_TYPES[errors.InvalidParameterError],
                 PROBLEM_TYPES[errors.OverloadedError],
             ),

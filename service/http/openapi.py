@@ -3,7 +3,7 @@ files come from the package fastapi-offline, at /docs.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from importlib.resources import files
 from typing import Any
@@ -22,6 +22,9 @@ from kinlens.service.http.bodies import JSON
 from kinlens.service.http.pages import Assets, Page
 from kinlens.service.http.rules import Extent, Route, rule
 from kinlens.service.problems import (
+    BAD_REQUEST,
+    BODY_TOO_LARGE,
+    BODY_TOO_SLOW,
     INTERNAL,
     MEDIA_TYPE,
     PROBLEM_TYPES,
@@ -55,6 +58,7 @@ _REFUSALS = (
     PROBLEM_TYPES[errors.ScopeError],
     PROBLEM_TYPES[errors.RateLimitedError],
 )  # of operations that need a scope
+_OF_BODIES = (BODY_TOO_SLOW, BODY_TOO_LARGE, UNSUPPORTED_MEDIA)
 _PROBLEM = {"$ref": "#/components/schemas/Problem"}
 _RETRY_AFTER = {"Retry-After": {"schema": {"type": "integer"}, "description": "Seconds to wait."}}
 _TEXTS = {
@@ -76,7 +80,9 @@ _TEXTS = {
 def problems(*kinds: ProblemType) -> dict[int | str, dict[str, Any]]:
     """The `responses=` of a route: these problems and the ones that every route can return."""
     responses: dict[int | str, dict[str, Any]] = {}
-    for kind in sorted({*kinds, UNKNOWN_HOST, INTERNAL}, key=lambda k: (k.status, k.slug)):
+    for kind in sorted(
+        {*kinds, UNKNOWN_HOST, BAD_REQUEST, INTERNAL}, key=lambda k: (k.status, k.slug)
+    ):
         response = responses.setdefault(
             kind.status,
             {
@@ -159,14 +165,14 @@ def _add_security(document: dict[str, Any], app: FastAPI, anonymous: Iterable[Sc
     have the empty requirement.
     """
     document["components"]["securitySchemes"] = _SCHEMES
-    free, refusals = keys.allowed(anonymous), problems(*_REFUSALS)
+    free = keys.allowed(anonymous)
     shown = (one for one in app.routes if isinstance(one, Route) and one.include_in_schema)
     for route in shown:
         for method in route.methods or ():
             operation = document["paths"][route.path_format][method.lower()]
             scope = route.rule.scope
             if "requestBody" in operation:
-                operation["responses"].setdefault("415", problems(UNSUPPORTED_MEDIA)[415])
+                _add_problems(operation, _OF_BODIES)
             operation["security"] = []
             if scope is None:
                 continue
@@ -175,8 +181,20 @@ def _add_security(document: dict[str, Any], app: FastAPI, anonymous: Iterable[Sc
             text = operation.get("description", "")
             needs = f"Needs the scope `{scope}`.{_REFUSED.get(route.rule.extent, '')}"
             operation["description"] = f"{text}\n\n{needs}".strip()
-            for status, response in refusals.items():
-                operation["responses"].setdefault(str(status), response)
+            _add_problems(operation, _REFUSALS)
+
+
+def _add_problems(operation: dict[str, Any], kinds: Sequence[ProblemType]) -> None:
+    """Add to the answers of an operation, which may share them with others."""
+    for status, response in problems(*kinds).items():
+        known = operation["responses"].get(str(status), response)
+        examples = {
+            slug: example
+            for answer in (known, response)
+            for slug, example in answer["content"][MEDIA_TYPE]["examples"].items()
+        }
+        content = {MEDIA_TYPE: {"schema": _PROBLEM, "examples": examples}}
+        operation["responses"][str(status)] = {**known, "content": content}
 
 
 def _example(kind: ProblemType) -> dict[str, Any]:

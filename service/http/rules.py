@@ -230,7 +230,8 @@ class Admission:
         if status == HTTPStatus.NOT_FOUND:
             error = HTTPException(status, f"{path} does not exist. /openapi.json lists the paths.")
         elif status == HTTPStatus.METHOD_NOT_ALLOWED:
-            request.scope["state"]["route"] = request.scope["route"]  # for the log and the metrics
+            if isinstance(route := request.scope.get("route"), Route):
+                request.scope["state"]["route"] = route  # for the log and the metrics
             methods = ", ".join(sorted(_methods_at(request)))
             text = f"{request.method} is not allowed here; use {methods}."
             error = HTTPException(status, text, {"Allow": methods})

@@ -203,12 +203,22 @@ def row_checksum(row: Sequence[Any]) -> int:
 def item_checksum(
     item_id: ItemId, key: str, path: str, sha256: bytes, format_: str, attributes: str
 ) -> int:
-    """The checksum of a row of `items`; `attributes` is JSON.
+    """The checksum of a row of `items`; `attributes` is JSON."""
+    [checksum] = item_checksums([(item_id, key, path, sha256, format_, attributes)])
+    return checksum
+
+
+def item_checksums(rows: Sequence[tuple[Any, ...]]) -> list[int]:
+    """The checksum of each row that begins with the arguments of `item_checksum`.
 
     Raises: TypeError if a damaged sha256 is not bytes.
     """
-    text = f"{item_id}\0{key}\0{path}\0{format_}\0{attributes}"
-    return zlib.crc32(text.encode(), zlib.crc32(sha256))
+    return [
+        zlib.crc32(
+            f"{item_id}\0{key}\0{path}\0{format_}\0{attributes}".encode(), zlib.crc32(sha256)
+        )
+        for item_id, key, path, sha256, format_, attributes, *_ in rows
+    ]
 
 
 def vector_checksum(item_id: ItemId, vector: bytes) -> int:

@@ -133,9 +133,13 @@ class Cache:
         missing = [index for index, value in enumerate(values) if value is None]
         if not missing:
             return values
+        if self._remote is None:
+            for index in missing:
+                self._observe(lookups[index].kind, "miss")
+            return values
         keys = [lookups[index].key for index in missing]
         with span("cache"):
-            payloads = [None] * len(keys) if self._remote is None else self._remote.get(keys)
+            payloads = self._remote.get(keys)
         for index, payload in zip(missing, payloads, strict=True):
             values[index] = self._checked(lookups[index], payload)
         return values

@@ -133,13 +133,12 @@ class Cache:
         missing = [index for index, value in enumerate(values) if value is None]
         if not missing:
             return values
-        if self._remote is None:
-            for index in missing:
-                self._observe(lookups[index].kind, "miss")
-            return values
-        keys = [lookups[index].key for index in missing]
         with span("cache"):
-            payloads = self._remote.get(keys)
+            if self._remote is None:
+                for index in missing:
+                    self._observe(lookups[index].kind, "miss")
+                return values
+            payloads = self._remote.get([lookups[index].key for index in missing])
         for index, payload in zip(missing, payloads, strict=True):
             values[index] = self._checked(lookups[index], payload)
         return values

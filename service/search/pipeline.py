@@ -228,12 +228,12 @@ class Pipeline:
                 views=found.views,
                 facets=found.facets,
             )
-            stages = replace(stages, search=_ms_since(before))
+            stages = replace(stages, search=(time.perf_counter() - before) * 1e3)
             # If the version has changed, the results may be from a later version.
             if not served.is_remote and gallery.version == version:
                 self._cache.set(key, version.encode() + results)
             self._sampler.offer(served.name, query.k, found, version)
-        stages = replace(stages, total=_ms_since(started))
+        stages = replace(stages, total=(time.perf_counter() - started) * 1e3)
         self._observe(stages)
         return Answer(model.bundle_id, served.name, version, query, results, is_cached, stages)
 
@@ -281,7 +281,7 @@ class Pipeline:
         together.
         """
         encoder = served.model.encoder
-        several = len({view.digest for view in query.views}) > 1
+        several = len(query.views) > 1 and len({view.digest for view in query.views}) > 1
 
         @contextmanager
         def guard(view: View) -> Iterator[None]:
@@ -297,6 +297,8 @@ class Pipeline:
         if not missing:
             return [vector for vector in cached if vector is not None], Stages()
         computed, stages = encoder.compute(missing, guard)
+        if len(missing) == len(cached):
+            return list(computed), stages
         rest = iter(computed)
         vectors = [next(rest) if vector is None else vector for vector in cached]
         return vectors, stages
@@ -488,10 +490,6 @@ def calibrated_by(served: Served) -> Calibrated | str:
     if isinstance(gallery, GalleryView):
         return FILTERED
     return choose(gallery.calibration(), model.calibration, model.no_calibration)
-
-
-def _ms_since(started: float) -> float:
-    return (time.perf_counter() - started) * 1e3
 
 
 class RecallSampler:

@@ -99,7 +99,7 @@ class Query:
             (self.distinct, self.exact),
             self.best_view,
             self.facets,
-            (_plain(self.diversity), repr(self.boost), repr(self.sort_by)),
+            (float(self.diversity) + 0.0, repr(self.boost), repr(self.sort_by)),
         )
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
@@ -116,7 +116,7 @@ def views_of(data: bytes, boxes: Sequence[Box] = (), number: int = 1) -> tuple[V
     """The views of one encoded image: one for each box, or the whole image without boxes."""
     digest = hashlib.sha256(data).hexdigest()
     boxes_or_whole: Sequence[Box | None] = boxes or (None,)
-    return tuple(View(data, digest, box, number) for box in boxes_or_whole)
+    return tuple([View(data, digest, box, number) for box in boxes_or_whole])
 
 
 def _plain(number: float | None) -> float | None:

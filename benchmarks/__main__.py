@@ -30,6 +30,7 @@ SMALLEST = (
     "regularizers.py --folds --seeds 1 --losses margin --conditions 'network, 5 epochs' "
     "--classes 18",
     "small_shops.py --seeds 1 --shops 1 --methods adapt",
+    "tenants.py --galleries 1 4 --keys 2 20 --seconds 1 --rounds 1",
     "training_step.py --rounds 1 --batch 10 --size-px 64",
     "engines.py --rounds 1 --trunks mobilenet_v2",
     "engines.py trunks --rounds 2 --only mobilenetv4_conv_small",

@@ -20,6 +20,7 @@ from kinlens.service.encoding.model import Model, Models
 from kinlens.service.galleries.registry import Registry, Served, probe
 
 _PERIOD_S = 2.0
+_CALM_PERIOD_S = 4.0  # with many galleries, none of which has a fault
 _MODELS_S = 15.0
 _AT_ONCE = 16
 _MIN_COSINE = 0.999
@@ -151,7 +152,8 @@ class Health:
             except Exception as error:
                 # The boundary of the task: the next check may work.
                 structlog.get_logger().error("readiness cannot be checked", exc_info=error)
-            await asyncio.sleep(_PERIOD_S)
+            is_calm = not self._faults and len(self._of_galleries) > _AT_ONCE
+            await asyncio.sleep(_CALM_PERIOD_S if is_calm else _PERIOD_S)
 
     async def _check_all(self) -> Readiness:
         await self._check(with_models=True)

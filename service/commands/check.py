@@ -5,17 +5,16 @@ import contextlib
 import json
 import os
 import stat
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal, ParamSpec
 
+import structlog
 import typer
 from pydantic import ValidationError
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from kinlens.embedder.errors import GalleryError, KinlensError, StateError
 from kinlens.indexer.gallery import Gallery as IndexedGallery
@@ -47,10 +46,11 @@ class Finding:
 
 @options.with_shared
 def check(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     **given: Any,
 ) -> None:
     """Check whether the service would start, without serving. Exits with 0 if it would, else 1."""
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     try:
         settings = options.read_settings(**given)
     except ValidationError as error:
@@ -63,11 +63,9 @@ def check(
         shown = {"starts": starts, "findings": [asdict(finding) for finding in findings]}
         typer.echo(json.dumps(shown, indent=2))
     else:
-        table = Table("Part", "Verdict", "Found", box=None, pad_edge=False)
-        for found in findings:
-            verdict = Text(found.verdict, style=_COLOURS[found.verdict])
-            table.add_row(found.subject, verdict, Text(found.text))
-        Console(soft_wrap=False).print(table)
+        for each in findings:
+            typer.secho(f"{each.verdict:8} ", fg=_COLOURS[each.verdict], nl=False)
+            typer.echo(f"{each.subject}: {each.text}")
     raise typer.Exit(0 if starts else 1)
 
 

@@ -6,6 +6,8 @@ import re
 import shlex
 import shutil
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -224,6 +226,12 @@ def test_a_set_up_that_would_start_exits_with_0_and_serves_nothing(paths, tmp_pa
     assert "8 items" in found["gallery shop"]["text"]
     assert "results do not lead to your shop" in found["gallery shop"]["text"]
     assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_findings_as_json_are_all_that_is_printed(paths) -> None:
+    command = [sys.executable, "-m", "kinlens.service", "check", "--json", "--port", "0", *paths]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["starts"] is True
 
 
 def test_one_fault_does_not_hide_the_next(tmp_path) -> None:

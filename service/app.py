@@ -32,6 +32,7 @@ from kinlens.service.http.edge import Compression, Edge
 from kinlens.service.http.openapi import openapi_routes
 from kinlens.service.http.pages import Assets
 from kinlens.service.http.rules import KEY_HEADER, Admission, Route, check_rules, rule
+from kinlens.service.observe.logs import configure_logs
 from kinlens.service.observe.tracing import Tracing, open_tracing
 from kinlens.service.runtime import Runtime, build_runtime
 from kinlens.service.settings import Settings
@@ -62,12 +63,16 @@ def create_app(
 ) -> FastAPI:
     """Create the service as an ASGI app. Omitted parts are opened from the settings, and closed.
 
+    Without settings, as an ASGI server calls it, they come from the environment, as does logging.
+
     A given `embedder` runs in this process, and keeps its own image limits; `workers` that have
     been started decode for it.
 
     Raises: BundleError, GalleryError.
     """
-    settings = settings or Settings()
+    if settings is None:
+        settings = Settings()
+        configure_logs(settings.log_level)
     tracing = open_tracing(settings.otlp_endpoint, __version__)
     runtime = build_runtime(settings, embedder, galleries, cache, workers)
     admission = Admission(settings, runtime.keys, runtime.audit, runtime.redis)

@@ -61,6 +61,8 @@ def serve_on(
     2. SIGINT, a SIGTERM without a drain, or the end of the drain: running requests are finished.
     3. A signal after that ends the process at once.
     """
+    # Each request with `Upgrade:` would log the advice to install another package.
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     _allow_open_files()
     _share_the_interpreter()
     asyncio.run(_serve(app, listener, settings, on_start))

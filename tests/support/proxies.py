@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import socket
 import ssl
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,9 @@ CADDY = ROOT / "deploy/caddy/Caddyfile"
 
 CHECK_MS = 100
 """How often HAProxy and Caddy ask /ready here; the shipped files are slower."""
+
+SLOW_S, STALLED_S = 1, 4
+"""Seconds for a head, and for a client that does not read; the shipped files have more."""
 
 _FILES = ("nginx.conf", "Caddyfile")
 _CERTIFICATE, _KEY = "certificate.pem", "key.pem"
@@ -49,6 +53,16 @@ class Proxy:
                 lambda request: request.extensions.update(sni_hostname=HOST)
             )
             yield client
+
+    def connect(self, sent: bytes = b"") -> socket.socket:
+        """A connection on which these bytes are sent."""
+        address = ("127.0.0.1", int(self.url.rsplit(":", 1)[1]))
+        connection = socket.create_connection(address, WAIT_S)
+        if self.certificate:
+            context = ssl.create_default_context(cafile=self.certificate)
+            connection = context.wrap_socket(connection, server_hostname=HOST)
+        connection.sendall(sent)
+        return connection
 
 
 @contextmanager
@@ -120,6 +134,8 @@ def _haproxy(folder: Path, services: Sequence[str], port: int) -> list[str]:
         HAPROXY,
         (f"{template} resolvers docker init-addr libc,none", servers),
         ("bind :8080", f"bind 127.0.0.1:{port}"),
+        ("timeout http-request 10s", f"timeout http-request {SLOW_S}s"),
+        ("timeout client 60s", f"timeout client {STALLED_S}s"),
     )
     (folder / "haproxy.cfg").write_text(text)
     return ["-dW", "-db", "-f", str(folder / "haproxy.cfg")]
@@ -135,6 +151,8 @@ def _nginx(folder: Path, services: Sequence[str], port: int) -> list[str]:
         NGINX,
         ("listen 80;", f"listen 127.0.0.1:{free_port()};"),
         ("listen 443 ssl", f"listen 127.0.0.1:{port} ssl"),
+        ("client_header_timeout 10s", f"client_header_timeout {SLOW_S}s"),
+        ("\n    send_timeout 60s", f"\n    send_timeout {STALLED_S}s"),
         (f"/etc/letsencrypt/live/{HOST}/fullchain.pem", f"{folder}/{_CERTIFICATE}"),
         (f"/etc/letsencrypt/live/{HOST}/privkey.pem", f"{folder}/{_KEY}"),
         (
@@ -156,10 +174,12 @@ def _caddy(folder: Path, services: Sequence[str], port: int) -> list[str]:
         ("{\n\tservers {", "{\n\tadmin off\n\tauto_https disable_redirects\n\tservers {"),
         (
             f"\n{HOST} {{\n",
-            f"\nhttps://{HOST}:{port} {{\n\tbind 127.0.0.1\n"
+            f"\nhttps://{HOST}:{port}, https://localhost:{port} {{\n\tbind 127.0.0.1\n"
             f"\ttls {folder}/{_CERTIFICATE} {folder}/{_KEY}\n",
         ),
         ("reverse_proxy 127.0.0.1:8000", f"reverse_proxy {' '.join(services)}"),
+        ("read_header 10s", f"read_header {SLOW_S}s"),
+        ("write 2m", f"write {STALLED_S}s"),
         ("health_interval 5s", f"health_interval {CHECK_MS}ms"),
         ("lb_try_duration 5s", "lb_try_duration 500ms"),
     )

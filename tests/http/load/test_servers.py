@@ -1,0 +1,106 @@
+"""The application on three servers: the same requests get the same answers."""
+
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.framings import (
+    LAST,
+    READABLE,
+    UNREADABLE,
+    UPGRADES,
+    answers,
+    is_split,
+    request,
+    requests,
+)
+from tests.support.own_process import ROOT, SERVE, environment
+from tests.support.servers import WAIT_S, free_port
+from tests.support.waiting import until
+from tests.tiny import encoded, photo
+
+APP = "kinlens.service.app:create_app"
+SERVERS = {
+    "kinlens-serve": SERVE,
+    "uvicorn": ("-m", "uvicorn", "--factory", APP, "--http", "h11", "--log-level", "warning"),
+    "granian": ("-m", "granian", "--factory", APP, "--interface", "asgi", "--no-ws", "--no-log"),
+}
+IMAGE = encoded(photo(3))
+PNG = {"Content-Type": "image/png"}
+REQUESTS: tuple[tuple[int, str, str, dict[str, Any]], ...] = (
+    (200, "GET", "/live", {}),
+    (200, "HEAD", "/live", {}),
+    (200, "GET", "/", {}),
+    (200, "GET", "/galleries/shop/items/3/image", {}),
+    (404, "GET", "/nowhere/%C3%A4?x=%20", {}),
+    (405, "DELETE", "/search", {}),
+    (200, "POST", "/search", {"files": {"image": IMAGE}, "data": {"k": "2"}}),
+    (200, "POST", "/search", {"content": [IMAGE[:50], IMAGE[50:]], "headers": PNG}),
+    (413, "POST", "/search", {"files": {"image": bytes(60 * 2**20)}}),
+    (422, "POST", "/search", {"json": {"k": 0}}),
+    (431, "GET", "/live", {"headers": {"X-Filler": "a" * 17_000}}),
+    (400, "GET", "/galleries", {"headers": {"Host": "elsewhere"}}),
+)
+
+
+@dataclass(frozen=True)
+class Server:
+    """A service that answers at `port`."""
+
+    port: int
+
+    def connect(self, sent: bytes = b"") -> socket.socket:
+        connection = socket.create_connection(("127.0.0.1", self.port), WAIT_S)
+        connection.sendall(sent)
+        return connection
+
+
+@pytest.fixture(scope="module", params=SERVERS)
+def server(request: pytest.FixtureRequest, tiny_settings: dict[str, Any]) -> Iterator[Server]:
+    port = free_port()
+    command = [sys.executable, *SERVERS[request.param], "--port", str(port)]
+    env = environment(**tiny_settings | {"log_level": "warning"})
+    process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.DEVNULL)
+    try:
+
+        def is_ready() -> bool:
+            assert process.poll() is None, "it has ended"
+            try:
+                return httpx.get(f"http://127.0.0.1:{port}/ready").status_code == 200
+            except httpx.TransportError:
+                return False
+
+        until(is_ready)
+        yield Server(port)
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def test_each_server_gives_the_same_answers(server) -> None:
+    with httpx.Client(base_url=f"http://127.0.0.1:{server.port}", timeout=60) as client:
+        for expected, method, path, sent in REQUESTS:
+            answer = client.request(method, path, **sent)
+            assert answer.status_code == expected, (method, path, answer.text)
+            assert answer.headers["x-content-type-options"] == "nosniff"
+            assert len(answer.headers["x-request-id"]) > 8
+            if expected >= 400:
+                assert answer.json()["status"] == expected
+            elif method == "POST":
+                assert answer.json()["hits"][0]["key"] == "3.png"
+
+
+def test_each_server_reads_the_body_of_a_request_to_its_end(server) -> None:
+    image = request(UPGRADES[1], b"Content-Length: %d\r\n" % len(IMAGE), body=IMAGE)
+    for parts in ([image + LAST], [image[: -len(IMAGE)], IMAGE, LAST]):
+        assert answers(server, parts, 0.01).statuses == [200, 200]
+    for sent in requests(READABLE, b"1.1"):
+        assert answers(server, [sent + LAST]).statuses == [415, 200], sent
+    for sent in requests(UNREADABLE, b"1.1"):
+        assert not is_split(answers(server, [sent + LAST])), sent

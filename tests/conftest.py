@@ -18,7 +18,6 @@ pytest_plugins = ["tests.support.servers"]
 
 LONGEST_FIRST = (
     "indexer/test_conformance.py",
-    "cli/test_processes.py",
     "tests/test_containers.py",
     "jobs/test_api.py",
     "training/test_distributed.py",

@@ -68,16 +68,21 @@ def test_a_disk_that_hangs_refuses_keys_and_blocks_one_thread(store, monkeypatch
     text = store.create("till", ["search"])
     mount = threading.Event()
     original = store.list
-    monkeypatch.setattr(store, "list", lambda: mount.wait(20) and original())
+    blocked: list[str] = []
+
+    def read() -> Any:
+        blocked.append(threading.current_thread().name)
+        return mount.wait(20) and original()
+
+    monkeypatch.setattr(store, "list", read)
 
     async def use() -> None:
         fresh = FreshKeys(store, limit_s=0.1)
-        before = threading.active_count()
         found = await asyncio.gather(
             *(fresh.known(text) for _ in range(20)), return_exceptions=True
         )
         assert all(isinstance(error, StateError) for error in found)
-        assert threading.active_count() == before + 1
+        assert len(blocked) == 1
         mount.set()
         while isinstance(found[0], StateError):
             found = await asyncio.gather(fresh.known(text), return_exceptions=True)

@@ -258,17 +258,24 @@ class HangingFile:
 
 
 class HangingDisk:
-    """The disk of one gallery, where even a `stat` blocks until `release`."""
+    """A disk of its own for one gallery, where even a `stat` blocks from `begin` to `release`."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self._answers = threading.Event()
+        self._answers.set()
         stamp = GalleryLocation.stamp
 
         def look(location: GalleryLocation) -> Any:
-            assert location.path != folder or self._answers.wait(WAIT_S)
-            return stamp(location)
+            found = stamp(location)
+            if location.path != folder:
+                return found
+            assert self._answers.wait(WAIT_S)
+            return found and ("another disk", *found[1:])
 
         monkeypatch.setattr(GalleryLocation, "stamp", look)
+
+    def begin(self) -> None:
+        self._answers.clear()
 
     def release(self) -> None:
         self._answers.set()
@@ -280,17 +287,17 @@ def test_a_gallery_that_hangs_blocks_no_other_gallery(tmp_path, closes, monkeypa
     for name in ("hung", "shop"):
         publish_photos(tmp_path / name, embedder, IMAGES)
     given = {"galleries": tuple(f"{name}={tmp_path / name}" for name in ("hung", "shop"))}
-    state = tmp_path / "state"
-    shop = closes(start_shop(state, embedder, create=False, **given))
+    disk = HangingDisk(tmp_path / "hung", monkeypatch)
+    shop = closes(start_shop(tmp_path / "state", embedder, create=False, **given))
 
     def checks() -> Any:
         return shop.client.get("/ready").raise_for_status().json()["checks"]
 
-    hanging: HangingFile | HangingDisk
+    hanging: HangingFile | HangingDisk = disk
     if what == "file":
         hanging = HangingFile(tmp_path / "hung" / "CURRENT")
     else:
-        hanging = HangingDisk(tmp_path / "hung", monkeypatch)
+        disk.begin()
     try:
         until(lambda: checks().get("reload hung") == "no result within 2 s")
         new = shop.create("new")

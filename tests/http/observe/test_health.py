@@ -20,8 +20,8 @@ from tests.support.waiting import until
 from tests.tiny import encoded, photo
 
 
-def test_readiness_reports_what_is_served(running_service) -> None:
-    response = running_service.client.get("/ready")
+def test_readiness_reports_what_is_served(start_service) -> None:
+    response = start_service().client.get("/ready")
     answer = response.json()
     assert answer["checks"] == {"model": "ok", "gallery shop": "ok"}
     assert response.status_code == 200

@@ -222,6 +222,7 @@ def test_a_result_leads_to_the_shop_and_never_runs_a_script(
     first.get_by_test_id("card-link").focus()
     page.keyboard.press("s")
     expect(page.get_by_test_id("query-kind")).to_have_text("Searching with the item")
+    settled(page)
 
     facts = {"gallery": "linked", "product_url": "https://shop.example/{title}/{n o}?{title}"}
     attributes = {"title": "a/b ü", "n o": 5}

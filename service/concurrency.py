@@ -6,6 +6,7 @@ Queues are bounded, and a hanging call does not delay the exit of the process.
 import asyncio
 import contextlib
 import contextvars
+import functools
 import math
 import threading
 import time
@@ -381,9 +382,12 @@ class SearchThreads(BoundedPool):
 
 
 class KeyedThreads:
-    """At most one thread per key, so a hanging call only blocks its own key."""
+    """At most one thread per key, so a hanging call only blocks its own key. Of the keys whose
+    calls do not hang, `at_once` have a thread.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, at_once: int) -> None:
+        self._slots = asyncio.Semaphore(at_once)
         self._running: dict[object, Future[Any]] = {}
 
     def is_running(self, key: object) -> bool:
@@ -395,12 +399,14 @@ class KeyedThreads:
 
         Raises: TimeoutError after `limit_s` seconds, if not None; the call continues.
         """
-        future: Future[T] | None = self._running.get(key)
-        if future is None:
-            # In an empty context, since others share the result.
-            future = self._running[key] = begin_in_thread(lambda: contextvars.Context().run(work))
-            future.add_done_callback(lambda _: self._running.pop(key, None))
-        async with asyncio.timeout(limit_s):
+        slot = contextlib.nullcontext() if key in self._running else self._slots
+        async with asyncio.timeout(limit_s), slot:
+            future: Future[T] | None = self._running.get(key)
+            if future is None:
+                # In an empty context, since others share the result.
+                run = functools.partial(contextvars.Context().run, work)
+                future = self._running[key] = begin_in_thread(run)
+                future.add_done_callback(lambda _: self._running.pop(key, None))
             return await asyncio.shield(asyncio.wrap_future(future))
 
 

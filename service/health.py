@@ -100,7 +100,7 @@ class Health:
         self.is_draining = False
         self._registry = registry
         self._models = models
-        self._threads = KeyedThreads()
+        self._threads = KeyedThreads(_AT_ONCE)
         self._timeout_s = timeout_s
         self._is_on_gpu = is_on_gpu
         self._last_error: str | None = None
@@ -273,7 +273,7 @@ class _Verdict:
 
 def _probe(served: Served) -> tuple[str, bool, IndexLocation | None]:
     with served.reading():  # its end shows that the gallery responds again
-        version, is_searchable = probe(served.opened, served.model)
-        gallery = served.opened
+        version, is_searchable = probe(served.whole, served.model)
+        gallery = served.whole
         index = gallery.index_location() if isinstance(gallery, IndexedGallery) else None
         return version, is_searchable, index

@@ -1,21 +1,19 @@
 """Metrics of models, galleries and jobs, which are read on each scrape."""
 
 import asyncio
-import functools
 import math
 import shutil
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import structlog
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from kinlens.embedder.errors import GalleryNotFoundError, KinlensError
+from kinlens.embedder.errors import GalleryNotFoundError
 from kinlens.indexer.gallery import checked_s
 from kinlens.models import JobState
 from kinlens.service.backups.folder import last_backup
@@ -30,6 +28,10 @@ from kinlens.service.observe.metrics import Described, Metrics
 
 _RENDER_S = 5.0
 _LIMIT_S = 0.5  # for each value, so a scrape ends before its timeout
+_AT_ONCE = 16
+
+Sample = tuple[str, Sequence[str], float]
+"""The name of a metric, its labels and its value."""
 
 
 class Observer(Collector):
@@ -48,11 +50,11 @@ class Observer(Collector):
         self._registry = registry
         self._models = models
         self._health = health
-        self._omitted: dict[str, str] = {}
-        self._threads = KeyedThreads()
+        self._omitted: dict[str, str] = {}  # the error of each subject at the last scrape
+        self._threads = KeyedThreads(_AT_ONCE)
         self._jobs = jobs
         self._state = state
-        self._families = _families()
+        self._families = _families([])
         self._recent = Recent(self._render)
 
     def collect(self) -> Sequence[GaugeMetricFamily]:
@@ -67,94 +69,42 @@ class Observer(Collector):
         return await self._recent.get()
 
     async def _render(self) -> bytes:
-        self._families = await self._read()
+        self._families = _families(await self._read())
         self._metrics.refresh()  # not in a thread, since it reads state of the event loop
         galleries = {*self._registry.names(), *self._registry.failures.verdicts()}
-        render = functools.partial(self._metrics.render, galleries)
+        render = partial(self._metrics.render, galleries)
         async with within(_RENDER_S, "Reading the metrics"):
             return await self._threads.run("render", render, None)
 
-    async def _read(self) -> Sequence[GaugeMetricFamily]:
-        families = _families()
-        provider, jobs, items, age, ready, replicas, *of_disks = families
+    async def _read(self) -> list[Sample]:
+        samples: list[Sample] = []
         for model in self._models.running():
-            precision = model.embedder.mode.precision
-            provider.add_metric([model.provider, precision, model.bundle_id], 1)
+            labels = model.provider, model.embedder.mode.precision, model.bundle_id
+            samples.append(("kinlens_provider_info", labels, 1))
         for name, is_ready in self._health.galleries().items():
-            ready.add_metric([name], is_ready)
-
-        async def count_jobs() -> None:
-            for state, count in (await self._threads.run("jobs", self._jobs, _LIMIT_S)).items():
-                jobs.add_metric([state], count)
-
-        async def read_gallery(name: str) -> None:
-            with self._registry.lease(name) as own:
-                gallery = own.gallery
-                count = await self._threads.run(own, lambda: gallery.size, _LIMIT_S)
-                items.add_metric([name], count)
-                made_at = datetime.fromisoformat(gallery.created_at)
-                age.add_metric([name], (datetime.now(UTC) - made_at).total_seconds())
-                if own.follows is not None and own.path is not None:
-                    checked = checked_s(own.path)
-                    replicas.add_metric(
-                        [name], math.inf if checked is None else time.time() - checked
-                    )
-
-        names = self._registry.names()
-        reads = [self._try(f"gallery {name}", read_gallery(name)) for name in names]
-        reads.append(self._try("jobs", count_jobs()))
-        await asyncio.gather(*reads, *self._disk_reads(names, *of_disks))
-        self._omitted = {
-            subject: reason
-            for subject, reason in self._omitted.items()
-            if not subject.startswith("gallery ") or subject.removeprefix("gallery ") in names
-        }
-        return families
-
-    def _disk_reads(
-        self,
-        names: Sequence[str],
-        free: GaugeMetricFamily,
-        size: GaugeMetricFamily,
-        saved_at: GaugeMetricFamily,
-        has_failed: GaugeMetricFamily,
-    ) -> list[Coroutine[Any, Any, None]]:
-        """Coroutines that fill the metrics of file systems and backups."""
-        devices = set[int]()
-
-        async def read_disk(folder: Path) -> None:
-            device, usage = await self._threads.run(folder, lambda: _usage(folder), _LIMIT_S)
-            if device not in devices:
-                devices.add(device)
-                free.add_metric([str(folder)], usage.free)
-                size.add_metric([str(folder)], usage.total)
-
-        async def read_backup(state: Path) -> None:
-            last = await self._threads.run("backup", lambda: last_backup(state), _LIMIT_S)
-            saved_at.add_metric([], last.succeeded_at)
-            has_failed.add_metric([], last.has_failed)
-
-        reads = [self._try(f"disk {path}", read_disk(path)) for path in self._folders(names)]
+            samples.append(("kinlens_gallery_ready", (name,), is_ready))
+        reads: dict[str, Callable[[], list[Sample]]] = {"jobs": self._count_jobs}
+        folders = [path.parent for path in self._registry.folders(copies=True)]
         if self._state is not None:
-            reads.append(self._try("backup", read_backup(self._state)))
-        return reads
+            reads["backup"] = partial(_read_backup, self._state)
+            folders.insert(0, self._state)
+        for name in self._registry.names():
+            reads[f"gallery {name}"] = partial(self._read_gallery, name)
+        devices: dict[int, Path] = {}
+        for folder in folders:
+            reads[f"disk {folder}"] = partial(_read_disk, folder, devices)
+        self._omitted = {name: why for name, why in self._omitted.items() if name in reads}
+        for read in await asyncio.gather(*(self._try(*each) for each in reads.items())):
+            samples += read
+        return samples
 
-    def _folders(self, names: Sequence[str]) -> list[Path]:
-        """The state folder, and the folders that hold galleries."""
-        folders = dict.fromkeys([] if self._state is None else [self._state])
-        for name in names:
-            with suppress(KinlensError), self._registry.lease(name) as own:
-                if own.path is not None:
-                    folders[own.path.parent] = None
-        return list(folders)
-
-    async def _try(self, subject: str, reading: Coroutine[Any, Any, None]) -> None:
-        """Await `reading`; log only when it starts or stops failing, not on each scrape."""
-        reason = ""
+    async def _try(self, subject: str, read: Callable[[], list[Sample]]) -> list[Sample]:
+        """The result of `read`, or nothing; logs only when it starts or stops failing."""
+        samples, reason = list[Sample](), ""
         try:
-            await reading
+            samples = await self._threads.run(subject, read, _LIMIT_S)
         except GalleryNotFoundError:
-            return  # concurrently deleted
+            return []  # concurrently deleted
         except Exception as error:  # whatever fails, such as sqlite3, all others are shown
             reason = type(error).__name__
         if reason != self._omitted.get(subject, ""):
@@ -163,10 +113,43 @@ class Observer(Collector):
                 structlog.get_logger().warning("metrics omitted", subject=subject, error=reason)
             else:
                 structlog.get_logger().info("metrics read again", subject=subject)
+        return samples
+
+    def _count_jobs(self) -> list[Sample]:
+        return [("kinlens_jobs", (state,), count) for state, count in self._jobs().items()]
+
+    def _read_gallery(self, name: str) -> list[Sample]:
+        with self._registry.lease(name) as served:
+            made_at = datetime.fromisoformat(served.gallery.created_at)
+            age_s = (datetime.now(UTC) - made_at).total_seconds()
+            samples: list[Sample] = [
+                ("kinlens_gallery_items", (name,), served.gallery.size),
+                ("kinlens_gallery_age_seconds", (name,), age_s),
+            ]
+            if served.follows is not None and served.path is not None:
+                checked = checked_s(served.path)
+                since_s = math.inf if checked is None else time.time() - checked
+                samples.append(("kinlens_replica_checked_seconds", (name,), since_s))
+            return samples
 
 
-def _usage(folder: Path) -> tuple[int, Any]:
-    return folder.stat().st_dev, shutil.disk_usage(folder)
+def _read_disk(folder: Path, devices: dict[int, Path]) -> list[Sample]:
+    """The space of a file system, once for all folders on it, of which `devices` has the first."""
+    if devices.setdefault(folder.stat().st_dev, folder) != folder:
+        return []
+    usage = shutil.disk_usage(folder)
+    return [
+        ("kinlens_disk_free_bytes", (str(folder),), usage.free),
+        ("kinlens_disk_size_bytes", (str(folder),), usage.total),
+    ]
+
+
+def _read_backup(state: Path) -> list[Sample]:
+    last = last_backup(state)
+    return [
+        ("kinlens_backup_last_success_timestamp_seconds", (), last.succeeded_at),
+        ("kinlens_backup_failed", (), last.has_failed),
+    ]
 
 
 def _described(name: str, text: str, *labels: str) -> Described:
@@ -211,11 +194,16 @@ FAMILIES = (
     ),
     _described("kinlens_backup_failed", "1 if a backup has failed since the last complete one."),
 )
-"""The metrics of `Observer`, in the order of `_read`."""
+"""The metrics of `Observer`."""
 
 
-def _families() -> Sequence[GaugeMetricFamily]:
-    return [GaugeMetricFamily(one.name, one.text, labels=one.labels) for one in FAMILIES]
+def _families(samples: Iterable[Sample]) -> list[GaugeMetricFamily]:
+    families = {
+        one.name: GaugeMetricFamily(one.name, one.text, labels=one.labels) for one in FAMILIES
+    }
+    for name, labels, value in samples:
+        families[name].add_metric(labels, value)
+    return list(families.values())
 
 
 def publish(

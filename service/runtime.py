@@ -163,7 +163,7 @@ class Runtime:
             close(self.search_threads.close)
             close(self.sampler.close)
             ending.push_async_callback(self.registry.stop)
-            close(self.following.stop)
+            ending.push_async_callback(self.following.stop)
             if self.sweeper is not None:
                 ending.callback(self.sweeper.stop)
             if self.jobs is not None:

@@ -111,7 +111,7 @@ def _exclusively(served: Served, read: Callable[[], DuplicatesAnswer]) -> Duplic
 
 def _comparable(served: Served) -> Gallery:
     """The gallery of `served`. Raises: InvalidParameterError if it is remote or too large."""
-    gallery = served.whole()
+    gallery = served.require_whole()
     if not isinstance(gallery, Gallery):
         raise InvalidParameterError(
             f"Gallery {served.name} is on Milvus; near-duplicates need a gallery in a folder. Copy "

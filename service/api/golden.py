@@ -100,7 +100,7 @@ async def add(runtime: Service, name: str, request: Request) -> GoldenQuery:
         new = await _new_query(request, runtime)
         async with within(runtime.settings.request_timeout_ms / 1e3, "Embedding the image"):
             await served.model.encoder.encode(new.data, hashlib.sha256(new.data).hexdigest())
-        [made] = await runtime.change(served, lambda: golden.add([new], served.whole()))
+        [made] = await runtime.change(served, lambda: golden.add([new], served.require_whole()))
     note(request.scope["state"], affected=1)
     return made
 
@@ -195,7 +195,7 @@ async def runs(
 
 
 def _folder(served: Served) -> FilePath:
-    served.whole()
+    served.require_whole()
     if served.path is None:
         raise errors.GalleryConflictError(
             f"Gallery {served.name} is stored in Milvus and has no folder for a golden set. Use a "
@@ -207,7 +207,7 @@ def _folder(served: Served) -> FilePath:
 async def _run(
     runtime: Runtime, served: Served, golden: GoldenSet, min_score: float | None
 ) -> GoldenRun:
-    gallery, model, pool = served.whole(), served.model, runtime.pools["file"]
+    gallery, model, pool = served.require_whole(), served.model, runtime.pools["file"]
     queries = await runtime.read("the golden set", golden.queries, served=served)
     if not queries:
         raise InvalidParameterError(

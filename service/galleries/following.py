@@ -1,22 +1,23 @@
 """Followed galleries: this service keeps copies of snapshots that another host publishes."""
 
+import asyncio
 import random
-import threading
-from collections.abc import Mapping
 
 import structlog
 
 from kinlens.indexer.gallery import Follower
+from kinlens.service.concurrency import KeyedThreads
 from kinlens.service.galleries.locations import followed
 from kinlens.service.observe.logs import Repeats
 from kinlens.service.settings import Settings
 
-_STOP_S = 2.0
+_AT_ONCE = 4
+_LIMIT_S = 60.0  # after it, a long download lets another one begin
 _JITTER = (0.5, 1.5)  # times the interval, so that many hosts do not read at the same moment
 
 
 class Following:
-    """Keeps the copies of the followed galleries up to date, each in its own thread.
+    """Keeps the copies of the followed galleries up to date, a few at once.
 
     While an address does not answer, its last copy stays searchable.
     """
@@ -24,15 +25,12 @@ class Following:
     def __init__(self, settings: Settings) -> None:
         """Raises: EngineUnavailableError for an address that no file system supports."""
         self._interval_s = settings.follow
-        self._stopped = threading.Event()
-        self._followers: Mapping[str, Follower] = {
+        self._followers = {
             name: Follower(address, folder)
             for name, (address, folder) in followed(settings).items()
         }
-        self._threads = [
-            threading.Thread(target=self._run, args=each, name=f"follow {each[0]}", daemon=True)
-            for each in self._followers.items()
-        ]
+        self._threads = KeyedThreads(_AT_ONCE)
+        self._tasks: list[asyncio.Task[None]] = []
 
     def load(self) -> None:
         """Copy galleries that have no copy yet, before they are opened. Existing copies are served
@@ -45,31 +43,31 @@ class Following:
                 structlog.get_logger().info("snapshot copied", gallery=name)
 
     def start(self) -> None:
-        """Start to poll for new snapshots."""
-        for thread in self._threads:
-            thread.start()
+        """Start to poll for new snapshots, in the running event loop."""
+        self._tasks = [asyncio.create_task(self._follow(*each)) for each in self._followers.items()]
 
-    def stop(self) -> None:
-        """Stop; a download that hangs is interrupted, and resumes at the next start."""
-        self._stopped.set()
-        for thread in self._threads:
-            thread.join(_STOP_S)
+    async def stop(self) -> None:
+        """Stop; the exit of the process interrupts downloads, and the next start resumes them."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _run(self, name: str, follower: Follower) -> None:
+    async def _follow(self, name: str, follower: Follower) -> None:
         log = structlog.get_logger().bind(gallery=name)
         failures, is_failing = Repeats(), False
-        pause_s = 0.0  # the copy of an earlier start may be old
-        while not self._stopped.wait(pause_s):
-            pause_s = random.uniform(*_JITTER) * self._interval_s
+        while True:  # at once, since the copy of an earlier start may be old
             try:
-                if follower.update():
+                if await self._threads.run(name, follower.update, _LIMIT_S):
                     log.info("snapshot followed")
                 if is_failing:
                     log.info("snapshots can be read again")
                 is_failing = False
+            except TimeoutError:
+                pass  # it continues, and the next call waits for it
             except Exception as error:
-                # The boundary of the thread: whatever failed, the next snapshot may be readable.
+                # The boundary of the task: whatever failed, the next snapshot may be readable.
                 is_failing = True
                 failures.add()
                 if times := failures.due():
                     log.warning("snapshot not followed", times=times, detail=str(error))
+            await asyncio.sleep(random.uniform(*_JITTER) * self._interval_s)

@@ -12,7 +12,8 @@ import copy
 import math
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -33,17 +34,15 @@ from kinlens.embedder.errors import (
     KinlensError,
     OverloadedError,
 )
-from kinlens.embedder.session import check_precision
+from kinlens.embedder.session import ModelFacts, check_precision
 from kinlens.indexer.calibration import Calibrated
 from kinlens.indexer.gallery import Gallery as IndexedGallery
 from kinlens.indexer.gallery import MilvusStore
-from kinlens.indexer.types import mismatch
 from kinlens.service.access.binding import Binding, of_caller
 from kinlens.service.concurrency import (
     BoundedPool,
     DaemonThreads,
     KeyedThreads,
-    begin_in_thread,
     in_thread,
     too_late,
     within,
@@ -70,6 +69,7 @@ _READ_S = 10.0
 _LOCATION_S = 2.0  # a healthy disk or server answers much sooner
 _HANGS = "It continues, and the gallery is served once it is open. Check its disk or server."
 _OPENERS = 4
+_CALLS = 16
 _REMOTE_READS = 2  # of the openers, so that servers that are away leave the others
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 60.0
@@ -94,7 +94,7 @@ class Served:
     """A gallery and the model that made its vectors. It counts leases, and calls `close` once: when
     it has been replaced and the last lease is released. Thread safe.
 
-    For a caller whose key has a filter, `gallery` is a view of the `opened` gallery.
+    `gallery` has the items that the caller may see: for a key with a filter, a view of the `whole`.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Served:
         close: Callable[[], None],
     ) -> None:
         self.gallery: Gallery = gallery
-        self.opened = gallery
+        self.whole = gallery
         self.model = model
         self.name = location.name
         self.path = location.path
@@ -121,11 +121,11 @@ class Served:
         if binding.where is None:
             return self
         seen = copy.copy(self)
-        seen.gallery = GalleryView(self.opened, binding.where)
+        seen.gallery = GalleryView(self.whole, binding.where)
         seen.calibrated = FILTERED
         return seen
 
-    def whole(self) -> Opened:
+    def require_whole(self) -> Opened:
         """The gallery with all its items. Raises: AccessError if the key of the caller has a
         filter.
         """
@@ -134,7 +134,7 @@ class Served:
                 f"This operation needs all items of gallery {self.name}, and the key has a filter. "
                 "Send a key that was made without --filter."
             )
-        return self.opened
+        return self.whole
 
     @property
     def scope(self) -> str:
@@ -179,7 +179,7 @@ class Served:
 
     def has_changed(self) -> bool:
         """Whether the catalogue of a gallery in a folder has changed since the last call."""
-        return isinstance(self.opened, IndexedGallery) and self.opened.has_changed()
+        return isinstance(self.whole, IndexedGallery) and self.whole.has_changed()
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
@@ -239,44 +239,6 @@ async def change(
         return await pool.run(work, bulk=bulk, subject=subject, after=served.release)
 
 
-class _Look:
-    """One look at the files of galleries, in a thread. While it hangs, `at` is the location that it
-    waits for. A gallery whose stamp is None must be read.
-    """
-
-    def __init__(self, locations: Sequence[GalleryLocation], served: Mapping[str, Served]) -> None:
-        self.at = locations[0]
-        self.stamps: dict[str, Stamp | None] = {}
-        self.changed: list[Served] = []
-        self._locations = locations
-        self._served = served
-        self._since = time.monotonic()
-        self._is_abandoned = False
-        self._looking = begin_in_thread(self._run)
-
-    @property
-    def hangs(self) -> bool:
-        """Whether its thread has not ended."""
-        return not self._looking.done()
-
-    async def take(self, limit_s: float) -> None:
-        """Wait until all are done, or until one has hung for `limit_s`; the thread is left then."""
-        looking = asyncio.wrap_future(self._looking)
-        while self.hangs and (left_s := self._since + limit_s - time.monotonic()) > 0:
-            await asyncio.wait((looking,), timeout=left_s)
-        self._is_abandoned = True
-
-    def _run(self) -> None:
-        for location in self._locations:
-            if self._is_abandoned:
-                return
-            self.at, self._since = location, time.monotonic()
-            served = self._served.get(location.name)
-            if served is not None and served.has_changed():
-                self.changed.append(served)
-            self.stamps[location.name] = location.stamp()
-
-
 class Registry:
     """Leases galleries by name. A caller gets only galleries that its key is bound to, limited by
     the filter of the key (`kinlens.service.access.binding`); others are unknown to it.
@@ -307,20 +269,20 @@ class Registry:
         self._models = models
         self._primary = primary
         self._open_gallery = open_gallery
-        self._served: dict[str, Served] = {}
-        self._stamps: dict[str, Stamp] = {}  # of each CURRENT when it was last read
-        self._reading: dict[str, asyncio.Task[None]] = {}
+        self._opened: dict[GalleryLocation, Opened] = {}  # until `start` serves them
+        self._served: dict[str, Served] = {}  # in the order of the service
         self._listed: set[str] = set()  # names of the last look
-        self._hanging: list[_Look] = []
+        self._stamps: dict[str, Stamp] = {}  # of each CURRENT when it was last read
+        self._looking_at: dict[object, GalleryLocation] = {}  # by the device
+        self._reading: dict[str, asyncio.Task[None]] = {}
         self._missed = Repeats()
         self._closings: set[threading.Thread] = set()
         self._openers = DaemonThreads("gallery", _OPENERS, _LOCATION_S)
         self._remote = asyncio.Semaphore(_REMOTE_READS)
-        self._listing = KeyedThreads()
-        self._descriptions = KeyedThreads()
+        self._looks = KeyedThreads(_CALLS)
+        self._descriptions = KeyedThreads(_CALLS)
         self._watching: asyncio.Task[None] | None = None
         self._is_stopped = False
-        self._opened: list[tuple[GalleryLocation, Opened]] = []
         try:
             for location in locations.list_galleries():
                 self._listed.add(location.name)
@@ -333,12 +295,11 @@ class Registry:
 
     async def start(self, interval_s: float) -> None:
         """Warm up the models, serve the galleries, and look at them every `interval_s`."""
-        while self._opened:
-            first = self._opened[0][1]
-            model = await self._models.get(first.bundle_id, first.precision)
-            location, gallery = self._opened.pop(0)
-            self._serve(location, gallery, model)
+        for location, gallery in list(self._opened.items()):
+            model = await self._models.get(gallery.bundle_id, gallery.precision)
             await self._call(location.name, partial(_begin_compaction, gallery, location))
+            del self._opened[location]
+            self._served[location.name] = self._make_served(location, gallery, model)
         await self._drop_models()
         self._watching = asyncio.create_task(self._watch(interval_s))
 
@@ -380,13 +341,13 @@ class Registry:
 
     def galleries(self) -> dict[str, Opened]:
         """All galleries by name, also before `start`. Requests must use `lease` instead."""
-        served = {name: served.opened for name, served in self._served.items()}
-        return served | {location.name: gallery for location, gallery in self._opened}
+        served = {name: served.whole for name, served in self._served.items()}
+        return served | {location.name: gallery for location, gallery in self._opened.items()}
 
-    def folders(self) -> list[Path]:
-        """The folders of all galleries in folders, except copies of followed galleries."""
-        owned = (one for one in self._served.values() if one.follows is None)
-        return [one.path for one in owned if one.path is not None]
+    def folders(self, *, copies: bool = False) -> list[Path]:
+        """The folders of all galleries in folders, with or without `copies` of followed ones."""
+        all_served = self._served.values()
+        return [one.path for one in all_served if one.path and (copies or one.follows is None)]
 
     @contextlib.contextmanager
     def lease(self, name: str | None = None) -> Iterator[Served]:
@@ -419,7 +380,7 @@ class Registry:
             try:
                 with self.lease(name) as served:
                     work = partial(describe, served)
-                    key = served.opened, served.scope  # shared by callers who see the same
+                    key = served.whole, served.scope  # shared by callers who see the same
                     return [await self._descriptions.run(key, work, _LOCATION_S)]
             except GalleryNotFoundError:
                 pass  # it has just been deleted
@@ -484,37 +445,26 @@ class Registry:
         return self._served[min(names, key=self._locations.order)] if names else None
 
     def _open_first(self, location: GalleryLocation) -> None:
-        """Open a gallery and its embedder, before the event loop runs."""
-        opened = len(self._opened)
+        """Open a gallery and its bundle, before the event loop runs."""
         try:
-            gallery = self._open_gallery(location)
-            self._opened.append((location, gallery))
+            stamp = location.stamp()  # before it is opened, so the first look sees later changes
+            gallery = self._opened[location] = self._open_gallery(location)
             try:
-                embedder = self._models.open(gallery.bundle_id, gallery.precision)
-            except BundleNotFoundError:
-                if gallery.bundle_id == self._primary:
-                    raise
+                facts = self._models.open(gallery.bundle_id, gallery.precision)
+            except BundleNotFoundError as error:
                 raise BundleMismatchError(
-                    f"Gallery {location.name!r} cannot be served. "
-                    + mismatch(
-                        gallery.bundle_id,
-                        f"It was built with bundle {gallery.bundle_id}, but the service runs "
-                        f"{self._primary}. Serve the bundle that it was built with (after a swap "
-                        "it is in STATE/bundles: start with that --state), or rebuild the "
-                        "gallery: kinlens-index build.",
-                    )
+                    f"Gallery {location.name!r} cannot be served. {error} Or rebuild the gallery: "
+                    "kinlens-index build."
                 ) from None
-            if gallery.dim != embedder.dim:
-                raise BundleMismatchError(
-                    f"Gallery {location.name!r} has vectors of dimension {gallery.dim}, but its "
-                    f"bundle makes {embedder.dim}. Rebuild the gallery: kinlens-index build."
-                )
-            check_precision(gallery, embedder)
+            _check_fits(location, gallery, facts)
+            if stamp is not None:
+                self._stamps[location.name] = stamp
         except KinlensError as error:
             if not location.managed:
                 raise
-            self._close_opened(opened)
             self.failures.add(location, error)
+            if location in self._opened:
+                self._close(location, self._opened.pop(location))
 
     async def _watch(self, interval_s: float) -> None:
         while True:
@@ -527,35 +477,45 @@ class Registry:
 
     async def _look_at_all(self) -> None:
         """Begin to read each gallery that has changed or failed, and forget deleted ones."""
-        locations = await self._listing.run(None, self._locations.list_unread, _READ_S)
+        locations = await self._looks.run("list", self._locations.list_unread, _READ_S)
         self._listed = {location.name for location in locations}
         for name in (self._served.keys() | self.failures.verdicts().keys()) - self._listed:
             if name not in self._reading:
                 self._forget(name)
-        self._hanging = [look for look in self._hanging if look.hangs]
-        left = self._answering(locations)
-        while left:
-            look = _Look(left, self._served)
-            await look.take(_LOCATION_S)
-            if look.hangs:
-                self._hanging.append(look)
-                self._report_late(look.at)
-            for location in left:
-                if location.name in look.stamps:
-                    self._begin_if_changed(location, look.stamps[location.name])
-            for served in look.changed:
-                self._refresh(served)
-            left = self._answering(left[len(look.stamps) + 1 :])
+        devices = defaultdict[object, list[GalleryLocation]](list)
+        for location in locations:
+            if location.path is None and location.given is None:
+                self._begin_if_changed(location, None)  # only its server knows
+            else:
+                stamp = self._stamps.get(location.name)
+                devices[stamp[0] if stamp else location.name].append(location)
+        await asyncio.gather(*(self._look_at(device, own) for device, own in devices.items()))
         await self._drop_models()
 
-    def _answering(self, locations: Sequence[GalleryLocation]) -> list[GalleryLocation]:
-        """The locations that are not on a device that hangs: each would block another thread."""
-        hanging = {self._device(look.at) for look in self._hanging}
-        return [location for location in locations if self._device(location) not in hanging]
+    async def _look_at(self, device: object, locations: Sequence[GalleryLocation]) -> None:
+        """Look at the galleries of a device, in one thread: if one hangs, the others would too."""
 
-    def _device(self, location: GalleryLocation) -> object:
-        stamp = self._stamps.get(location.name)
-        return stamp[0] if stamp else location.name
+        def look() -> list[tuple[GalleryLocation, Stamp | None, bool]]:
+            looks = []
+            for location in locations:
+                self._looking_at[device] = location
+                served = self._served.get(location.name)
+                has_changed = served is not None and served.has_changed()
+                looks.append((location, location.stamp(), has_changed))
+            return looks
+
+        key = "look", device
+        has_hung = self._looks.is_running(key)
+        try:
+            looks = await self._looks.run(key, look, 0.0 if has_hung else _LOCATION_S)
+        except TimeoutError:
+            if not has_hung:
+                self._report_late(self._looking_at.get(device, locations[0]))
+            return
+        for location, stamp, has_changed in looks:
+            self._begin_if_changed(location, stamp)
+            if has_changed:
+                self._refresh(location.name)
 
     def _begin_if_changed(self, location: GalleryLocation, stamp: Stamp | None) -> None:
         name = location.name
@@ -581,9 +541,12 @@ class Registry:
         try:
             async with self._remote if location.address else contextlib.nullcontext():
                 location = await self._call(name, partial(self._read_generation, location))
+            served = self._served.get(name)
             if location.managed and not location.exists:
                 self._forget(name)
-            elif self._is_due(location):
+            elif served is not None and served.whole.generation == location.generation:
+                self.failures.clear(name)
+            elif not self.failures.is_waiting(location):
                 await self._reload(location)
         except Exception as error:
             # Whatever is wrong with a new generation, the old one must stay served.
@@ -616,7 +579,7 @@ class Registry:
         known one.
         """
         served = self._served.get(location.name)
-        if served is None or not isinstance(gallery := served.opened, MilvusStore):
+        if served is None or not isinstance(gallery := served.whole, MilvusStore):
             return self._locations.read(location)
         try:
             current = gallery.current_generation()
@@ -627,20 +590,15 @@ class Registry:
             current = gallery.generation
         return replace(location, generation=current)
 
-    def _is_due(self, location: GalleryLocation) -> bool:
-        served = self._served.get(location.name)
-        if served is not None and served.gallery.generation == location.generation:
-            self.failures.clear(location.name)
-            return False
-        return not self.failures.is_waiting(location)
-
     async def _reload(self, location: GalleryLocation) -> None:
+        """Open a gallery, and serve it if its model can search it."""
         name = location.name
-        gallery, precision = await self._call(name, lambda: self._open(location))
+        gallery = await self._call(name, partial(self._open_gallery, location))
         try:
+            precision = await self._call(name, lambda: gallery.precision)  # on the disk
             model = await self._models.get(gallery.bundle_id, precision)
-            await self._call(name, lambda: _check_searches(gallery, model))
-            await self._call(name, lambda: _begin_compaction(gallery, location))
+            await self._call(name, partial(_check_searches, location, gallery, model))
+            await self._call(name, partial(_begin_compaction, gallery, location))
             if self._is_stopped:
                 raise GalleryNotFoundError("The service is stopping.")
         except BaseException:
@@ -655,28 +613,23 @@ class Registry:
             bundle_id=model.bundle_id,
         )
 
-    def _open(self, location: GalleryLocation) -> tuple[Opened, str]:
-        """A gallery and the precision of its vectors, which is read from the disk."""
-        gallery = self._open_gallery(location)
-        try:
-            return gallery, gallery.precision
-        except BaseException:
-            self._close(location, gallery)
-            raise
-
-    def _refresh(self, served: Served) -> None:
+    def _refresh(self, name: str) -> None:
         """Open what another process has written to a gallery, so that no search has to."""
-        gallery = served.opened
-        if isinstance(gallery, IndexedGallery) and served.acquire():
-            refreshing = self._openers.submit(gallery.refresh, subject=served.name)
+        served = self._served.get(name)
+        if served is not None and isinstance(served.whole, IndexedGallery) and served.acquire():
+            refreshing = self._openers.submit(served.whole.refresh, subject=name)
             refreshing.add_done_callback(lambda _: served.release())
+
+    def _make_served(self, location: GalleryLocation, gallery: Opened, model: Model) -> Served:
+        return Served(gallery, model, location, lambda: self._close(location, gallery))
 
     def _serve(self, location: GalleryLocation, gallery: Opened, model: Model) -> None:
         """Serve a gallery from the next lease on, in place of the old one of this name."""
-        served = Served(gallery, model, location, lambda: self._close(location, gallery))
         old = self._served.get(location.name)
-        every = self._served | {location.name: served}
-        self._served = {name: every[name] for name in sorted(every, key=self._locations.order)}
+        every = self._served | {location.name: self._make_served(location, gallery, model)}
+        if old is None:
+            every = {name: every[name] for name in sorted(every, key=self._locations.order)}
+        self._served = every
         if old is not None:
             old.release()
 
@@ -702,9 +655,9 @@ class Registry:
         finally:
             self._closings.discard(threading.current_thread())
 
-    def _close_opened(self, keep: int = 0) -> None:
-        while len(self._opened) > keep:
-            self._close(*self._opened.pop())
+    def _close_opened(self) -> None:
+        while self._opened:
+            self._close(*self._opened.popitem())
 
     def _join(self) -> None:
         self._openers.close()
@@ -793,15 +746,25 @@ def _begin_compaction(gallery: Opened, location: GalleryLocation) -> None:
         gallery.compact_in_background(only_calibrate=not location.managed)
 
 
-def _check_searches(gallery: Opened, model: Model) -> None:
+def _check_fits(location: GalleryLocation, gallery: Opened, model: ModelFacts) -> None:
+    """Check that a model makes vectors like those of a gallery. Raises: BundleMismatchError."""
+    if gallery.dim != model.dim:
+        raise BundleMismatchError(
+            f"Gallery {location.name!r} has vectors of dimension {gallery.dim}, but its bundle "
+            f"makes {model.dim}. Rebuild the gallery: kinlens-index build."
+        )
+    check_precision(gallery, model)
+
+
+def _check_searches(location: GalleryLocation, gallery: Opened, model: Model) -> None:
     """Check that a gallery can be searched before it is served.
 
     Raises: GalleryError, InvalidParameterError.
     """
-    check_precision(gallery, model.embedder)
+    _check_fits(location, gallery, model.embedder)
     _, is_searchable = probe(gallery, model)
     if not is_searchable:
         raise GalleryCorruptError(
-            f"Gallery {gallery.name!r} has {gallery.size:,} items, but a search found none of "
+            f"Gallery {location.name!r} has {gallery.size:,} items, but a search found none of "
             "them. Rebuild its index: kinlens-index compact GALLERY --rebuild."
         )

@@ -8,8 +8,9 @@ import contextlib
 import re
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 from urllib.parse import urlsplit
 
@@ -19,8 +20,6 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
-
-from kinlens.service.observe.logs import Repeats
 
 T = TypeVar("T")
 
@@ -48,9 +47,10 @@ Part = Literal["cache", "rate limits"]
 _PROBE = "kinlens:probe"
 _US = 1_000_000
 _SHOWN = 120
-_FIRST_PAUSE_S = 0.1
-_RETRY_S = 1.0
+_RETRY_S = 0.5
 _PROBE_EVERY_S = 10.0
+_TTL_S = 86_400
+_CONNECTIONS = 16
 _CLOSE_S = 1.0
 _BUSY_LOOP_S = 1.0
 _MAX_WRITES = 64
@@ -82,39 +82,17 @@ _CURES = (
     ),
 )
 _DATABASE = re.compile(r"/?\d*")
-FAIR_SHARE = 0.5  # of the timeout; a call that had less time does not count as a failure of Redis
+_FAIR_SHARE = 0.5  # of the timeout; a call that had less time is no failure of Redis
 
 
-class WaitBudget:
-    """The total time that one request may still wait for Redis."""
+@dataclass(slots=True)
+class _Budget:
+    """The time that one request may still wait for Redis."""
 
-    def __init__(self, total_s: float) -> None:
-        self.remaining_s = total_s
-
-    @contextlib.asynccontextmanager
-    async def wait(self) -> AsyncIterator[None]:
-        """Limit the block to the remaining budget, and subtract its duration.
-
-        Raises: TimeoutError.
-        """
-        started = time.monotonic()
-        try:
-            async with asyncio.timeout(self.remaining_s):
-                yield
-        finally:
-            self.remaining_s = max(0.0, self.remaining_s - (time.monotonic() - started))
+    left_s: float
 
 
-_BUDGET: ContextVar[WaitBudget | None] = ContextVar("kinlens_redis_budget", default=None)
-
-
-def request_budget(total_s: float) -> WaitBudget:
-    """The budget of the current request, created by the first call in the request."""
-    budget = _BUDGET.get()
-    if budget is None:
-        budget = WaitBudget(total_s)
-        _BUDGET.set(budget)
-    return budget
+_BUDGET: ContextVar[_Budget] = ContextVar("kinlens_redis_budget")
 
 
 def check_url(url: str) -> None:
@@ -135,53 +113,29 @@ def check_url(url: str) -> None:
         )
 
 
-def bounded_pool(url: str, timeout_s: float, connections: int) -> BlockingConnectionPool:
-    """A pool of `connections`; waits for a connection and calls time out after `timeout_s`."""
-    return BlockingConnectionPool.from_url(
-        url,
-        max_connections=connections,
-        timeout=timeout_s,
-        socket_timeout=timeout_s,
-        socket_connect_timeout=timeout_s,
-        retry=Retry(NoBackoff(), 0),
-        protocol=2,
-    )
-
-
-def address_of(url: str) -> str:
-    """The address in a Redis URL, without user, password and options."""
-    parts = urlsplit(url)
-    host = parts.netloc.rpartition("@")[2]
-    return f"{parts.scheme}://{host}{parts.path}"
-
-
-def reason_of(error: Exception) -> str:
-    """What is wrong with Redis by one of its errors, and what to do. It contains no password."""
-    text = f"{type(error).__name__} {error}"
-    for pattern, cure in _CURES:
-        if re.search(pattern, text):
-            return cure
-    return "Start it, or correct KINLENS_REDIS_URL."
-
-
-class Refusal(NamedTuple):
+class _Refusal(NamedTuple):
     """A refused command with the reason, and what to do."""
 
     what: str
     cure: str
 
 
-async def fault_at(url: str, timeout_s: float) -> str | None:
-    """The reason why the service would run without this Redis, or without a part of it."""
-    client = Redis.from_pool(bounded_pool(url, timeout_s, 1))
-    try:
-        faults = await _probe(client, client.register_script(RATE_SCRIPT))
-    except Exception as error:  # its message may contain the URL with the password
-        text = f"Redis does not answer ({type(error).__name__}); the service works without it. "
-        return f"{address_of(url)}: {text}{reason_of(error)}"
-    finally:
-        await client.aclose()
-    return f"{address_of(url)}: {_refusal_text(faults)}" if faults else None
+class _Condition(NamedTuple):
+    """What works: nothing during an outage, which has a text, or all but the refused parts."""
+
+    outage: str = ""
+    refused: tuple[tuple[Part, _Refusal], ...] = ()
+
+    @property
+    def fault(self) -> str:
+        """What does not work, what to do, and what does work; empty if all works."""
+        if self.outage or not self.refused:
+            return self.outage
+        parts = " and ".join(f"{part} ({refusal.what})" for part, refusal in self.refused)
+        cures = " ".join(dict.fromkeys(refusal.cure for _, refusal in self.refused))
+        working = [part for part in get_args(Part) if part not in dict(self.refused)]
+        text = f"Redis refuses commands for {parts}. {cures}"
+        return f"{text} It works for {working[0]}." if working else text
 
 
 class SharedRedis:
@@ -192,19 +146,24 @@ class SharedRedis:
     for a write, and probes at least every `_PROBE_EVERY_S` which commands Redis permits.
     """
 
-    def __init__(self, url: str, *, timeout_s: float, ttl_s: int, connections: int) -> None:
-        self._client = Redis.from_pool(bounded_pool(url, timeout_s, connections))
+    def __init__(self, url: str, timeout_s: float) -> None:
+        self._client = Redis.from_pool(
+            BlockingConnectionPool.from_url(
+                url,
+                max_connections=_CONNECTIONS,
+                timeout=timeout_s,
+                socket_timeout=timeout_s,
+                socket_connect_timeout=timeout_s,
+                retry=Retry(NoBackoff(), 0),
+                protocol=2,
+            )
+        )
         self._script: Any = self._client.register_script(RATE_SCRIPT)
-        self._address = address_of(url)
+        parts = urlsplit(url)
+        self._address = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
         self._timeout_s = timeout_s
-        self._ttl_s = ttl_s
         self._writes: deque[tuple[str, bytes]] = deque()
-        self._is_down = True  # until the first probe
-        self._outage = "Redis has not been asked yet."
-        self._outages = Repeats()
-        self._is_logged = False
-        self._faults: dict[Part, Refusal] = {}
-        self._pause_s = _FIRST_PAUSE_S
+        self._condition = _Condition("Redis has not been asked yet.")
         self._probe_at = 0.0
         self._loop: asyncio.AbstractEventLoop
         self._wake: asyncio.Event
@@ -213,14 +172,12 @@ class SharedRedis:
     @property
     def state(self) -> str:
         """`up`, or `down` if Redis does not answer, or refuses a command that the service uses."""
-        return "down" if self._is_down or self._faults else "up"
+        return "down" if self._condition.fault else "up"
 
     @property
     def fault(self) -> str | None:
         """The reason why it is down, with its address and what to do."""
-        if self._is_down:
-            return f"{self._address}: {self._outage}"
-        return f"{self._address}: {_refusal_text(self._faults)}" if self._faults else None
+        return f"{self._address}: {self._condition.fault}" if self._condition.fault else None
 
     @property
     def pending_writes(self) -> int:
@@ -230,8 +187,8 @@ class SharedRedis:
     async def start(self) -> None:
         """Probe Redis once, then serve in the background; without an answer it keeps probing."""
         self._loop, self._wake = asyncio.get_running_loop(), asyncio.Event()
-        self._is_down = False
-        await self._probe()
+        self._condition = _Condition()
+        self._change(await self._probe())
         self._serving = asyncio.create_task(self._serve())
 
     async def close(self) -> None:
@@ -242,15 +199,21 @@ class SharedRedis:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_CLOSE_S):
                     await self._write()
-        self._is_down = True
+        self._condition = _Condition("The service is ending.")
         await self._client.aclose()
+
+    async def find_fault(self) -> str | None:
+        """Probe Redis, and disconnect; returns `fault`. Instead of `start`."""
+        self._condition = await self._probe()
+        await self._client.aclose()
+        return self.fault
 
     def get(self, keys: Sequence[str]) -> list[bytes | None]:
         """The value of each key, or None if Redis lacks it or is late; one round trip. Only for
         threads other than that of the event loop.
         """
         values = None
-        if not self._is_down:
+        if not self._condition.outage:
             asking = asyncio.run_coroutine_threadsafe(
                 self._call(lambda: self._client.mget(keys)), self._loop
             )
@@ -264,7 +227,8 @@ class SharedRedis:
         """Queue a write, in any thread; it is dropped if it is too large, the queue is full, or
         Redis is down.
         """
-        if self._is_down or len(value) > _MAX_VALUE_BYTES or len(self._writes) >= _MAX_WRITES:
+        is_full = len(self._writes) >= _MAX_WRITES
+        if self._condition.outage or is_full or len(value) > _MAX_VALUE_BYTES:
             return
         self._writes.append((key, value))
         with contextlib.suppress(RuntimeError):  # the loop is closed
@@ -272,7 +236,7 @@ class SharedRedis:
 
     async def count(self, keys: Sequence[str], numbers: Sequence[int]) -> Any:
         """The result of `RATE_SCRIPT`, with the clock of Redis."""
-        if "rate limits" in self._faults:
+        if "rate limits" in dict(self._condition.refused):
             return None
         return await self._call(lambda: self._script(keys=keys, args=numbers))
 
@@ -281,45 +245,47 @@ class SharedRedis:
 
         A failure opens the breaker, but a timeout does so only if it had a fair share of it.
         """
-        budget = request_budget(self._timeout_s)
-        given_s = budget.remaining_s
-        if self._is_down or not given_s:
+        budget = _BUDGET.get(None)
+        if budget is None:
+            _BUDGET.set(budget := _Budget(self._timeout_s))
+        limit_s = budget.left_s
+        if self._condition.outage or not limit_s:
             return None
+        started = time.monotonic()
         try:
-            async with budget.wait():
+            async with asyncio.timeout(limit_s):
                 return await operation()
         except ResponseError:
-            # Redis is up and refuses, such as without memory; the probe finds out what.
-            if not self._faults:
-                self._probe_at = 0.0
-                self._wake.set()
+            self._find_refusal()
         except (TimeoutError, RedisTimeoutError) as error:
-            if given_s >= FAIR_SHARE * self._timeout_s:
-                self._open_breaker(error)
+            if limit_s >= _FAIR_SHARE * self._timeout_s:
+                self._change(_outage(error))
         except Exception as error:
             # Whatever the client raises, the request continues without Redis.
-            self._open_breaker(error)
+            self._change(_outage(error))
+        finally:
+            budget.left_s = max(0.0, budget.left_s - (time.monotonic() - started))
         return None
 
-    def _open_breaker(self, error: Exception) -> None:
-        if not self._is_down:
-            self._is_down = True
-            self._outages.add()
-            self._is_logged = False
-            self._pause_s = _FIRST_PAUSE_S
-            self._probe_at = time.monotonic() + self._pause_s
+    def _find_refusal(self) -> None:
+        """Probe soon: Redis is up and refuses something, such as without memory."""
+        if not self._condition.refused:
+            self._probe_at = 0.0
             self._wake.set()
-        self._outage = f"Redis does not answer ({type(error).__name__}). {reason_of(error)}"
-        # Log an outage once. If another was logged a moment ago, it is only counted.
-        if not self._is_logged and (times := self._outages.due()):
-            self._is_logged = True
-            structlog.get_logger().warning(
-                "redis is away",
-                address=self._address,
-                error=type(error).__name__,
-                detail=reason_of(error),
-                times=times,
-            )
+
+    def _change(self, condition: _Condition) -> None:
+        """Store what works, log a change, and schedule the next probe."""
+        before, self._condition = self._condition, condition
+        pause_s = _RETRY_S if condition.fault else _PROBE_EVERY_S
+        self._probe_at = time.monotonic() + pause_s
+        self._wake.set()
+        log, detail = structlog.get_logger().bind(address=self._address), condition.fault
+        if condition.outage and not before.outage:
+            log.warning("redis is away", detail=detail)
+        elif condition.refused and condition.refused != before.refused:
+            log.warning("redis refuses", detail=detail)
+        elif before.fault and not detail:
+            log.info("redis is back")
 
     async def _serve(self) -> None:
         while True:
@@ -329,69 +295,51 @@ class SharedRedis:
             self._wake.clear()
             await self._write()
             if time.monotonic() >= self._probe_at:
-                await self._probe()
+                self._change(await self._probe())
 
     async def _write(self) -> None:
-        while self._writes and not self._is_down:
+        while self._writes and not self._condition.outage:
             key, value = self._writes[0]
             try:
-                await self._client.set(key, value, ex=self._ttl_s)
+                await self._client.set(key, value, ex=_TTL_S)
             except ResponseError:
-                if not self._faults:
-                    self._probe_at = 0.0
+                self._find_refusal()
             except Exception as error:
-                self._open_breaker(error)
+                self._change(_outage(error))
             self._writes.popleft()
-        if self._is_down:
+        if self._condition.outage:
             self._writes.clear()
 
-    async def _probe(self) -> None:
-        log, address = structlog.get_logger(), self._address
-        try:
-            faults = await _probe(self._client, self._script)
-        except Exception as error:
-            self._open_breaker(error)
-            self._probe_at = time.monotonic() + self._pause_s
-            self._pause_s = min(2 * self._pause_s, _RETRY_S)
-            return
-        if self._is_down and self._is_logged:
-            log.info("redis is back", address=address)
-        self._is_down = False
-        self._probe_at = time.monotonic() + (_RETRY_S if faults else _PROBE_EVERY_S)
-        if faults != self._faults:
-            self._faults = faults
-            if faults:
-                log.warning("redis refuses", address=address, detail=_refusal_text(faults))
-            else:
-                log.info("redis works", address=address)
+    async def _probe(self) -> _Condition:
+        """What works of the commands that the service uses, with its prefix of keys."""
+        keys = f"{_PROBE}:a", f"{_PROBE}:b"
+        rate = f"{RATE_PREFIX}:probe"
+        calls: tuple[tuple[Part, str, Callable[[], Awaitable[object]]], ...] = (
+            ("cache", "SET", lambda: self._client.set(keys[0], b"", px=1)),
+            ("cache", "MGET", lambda: self._client.mget(keys)),
+            ("rate limits", "EVALSHA", lambda: self._script([rate], [1, _US, 1, 1])),
+        )
+        refused: dict[Part, _Refusal] = {}
+        for part, command, call in calls:
+            try:
+                await call()
+            except ResponseError as error:
+                text = f"{command}: {str(error)[:_SHOWN]}"
+                refused.setdefault(part, _Refusal(text, _cure_of(error)))
+            except Exception as error:
+                return _outage(error)
+        return _Condition(refused=tuple(refused.items()))
 
 
-async def _probe(client: Redis, script: Any) -> dict[Part, Refusal]:
-    """Call the commands that the service uses, with its prefix of keys.
-
-    Returns: a refusal for each part that does not work.
-
-    Raises: any error of the client but a refusal.
-    """
-    keys = f"{_PROBE}:a", f"{_PROBE}:b"
-    calls: tuple[tuple[Part, str, Callable[[], Awaitable[object]]], ...] = (
-        ("cache", "SET", lambda: client.set(keys[0], b"", px=1)),
-        ("cache", "MGET", lambda: client.mget(keys)),
-        ("rate limits", "EVALSHA", lambda: script([f"{RATE_PREFIX}:probe"], [1, _US, 1, 1])),
-    )
-    faults: dict[Part, Refusal] = {}
-    for part, command, call in calls:
-        try:
-            await call()
-        except ResponseError as error:
-            faults.setdefault(part, Refusal(f"{command}: {str(error)[:_SHOWN]}", reason_of(error)))
-    return faults
+def _outage(error: Exception) -> _Condition:
+    # The message of the error may contain the URL with the password.
+    return _Condition(f"Redis does not answer ({type(error).__name__}). {_cure_of(error)}")
 
 
-def _refusal_text(faults: Mapping[Part, Refusal]) -> str:
-    """What does not work, what to do, and what does work."""
-    refused = " and ".join(f"{part} ({fault.what})" for part, fault in faults.items())
-    cures = " ".join(dict.fromkeys(fault.cure for fault in faults.values()))
-    working = [part for part in get_args(Part) if part not in faults]
-    text = f"Redis refuses commands for {refused}. {cures}"
-    return f"{text} It works for {working[0]}." if working else text
+def _cure_of(error: Exception) -> str:
+    """What is wrong with Redis by one of its errors, and what to do. It contains no password."""
+    text = f"{type(error).__name__} {error}"
+    for pattern, cure in _CURES:
+        if re.search(pattern, text):
+            return cure
+    return "Start it, or correct KINLENS_REDIS_URL."

@@ -346,9 +346,4 @@ def open_redis(settings: Settings) -> SharedRedis | None:
     """The Redis of the settings, not connected yet."""
     if settings.redis_url is None:
         return None
-    return SharedRedis(
-        settings.redis_url.get_secret_value(),
-        timeout_s=settings.redis_timeout_ms / 1e3,
-        ttl_s=settings.redis_ttl_s,
-        connections=settings.redis_connections,
-    )
+    return SharedRedis(settings.redis_url.get_secret_value(), settings.redis_timeout_ms / 1e3)

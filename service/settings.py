@@ -198,8 +198,6 @@ class Settings(BaseSettings):
     recall_sample: ClassVar[int] = 1_000  # 1 of this many index searches is repeated exactly
     feedback_max_rows: ClassVar[int] = 100_000
     cache_max_entries: ClassVar[int] = 10_000
-    redis_ttl_s: ClassVar[int] = 86_400
-    redis_connections: ClassVar[int] = 16
 
     bundle: Path | None = None
     """Folder of the model bundle."""

@@ -26,7 +26,7 @@ from kinlens.service.commands.settings import unknown_variables
 from kinlens.service.encoding.sandbox import absences, holding
 from kinlens.service.galleries.locations import Bundles, Gallery, Locations, open_gallery
 from kinlens.service.http.server import listen
-from kinlens.service.redis import fault_at
+from kinlens.service.redis import SharedRedis
 from kinlens.service.runtime import missing_image_roots
 from kinlens.service.settings import ANY_HOST, Settings
 
@@ -194,7 +194,8 @@ def _redis(settings: Settings) -> Finding:
     if settings.redis_url is None:
         return Finding("redis", "ok", "not used")
     timeout_s = max(1.0, settings.redis_timeout_ms / 1e3)
-    fault = asyncio.run(fault_at(settings.redis_url.get_secret_value(), timeout_s))
+    redis = SharedRedis(settings.redis_url.get_secret_value(), timeout_s)
+    fault = asyncio.run(redis.find_fault())
     return Finding("redis", "warning", fault) if fault else Finding("redis", "ok", "answers")
 
 

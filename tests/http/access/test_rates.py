@@ -213,5 +213,5 @@ def test_redis_and_local_counts_agree(redis_server) -> None:
         assert all(1 <= verdict.retry_after_s <= 3 * 3600 for verdict in verdicts)
         return [(verdict.allowed, verdict.amount, verdict.remaining) for verdict in verdicts]
 
-    shared = SharedRedis(redis_server.url, timeout_s=10.0, ttl_s=60, connections=4)
+    shared = SharedRedis(redis_server.url, timeout_s=10.0)
     assert asyncio.run(reported(shared)) == asyncio.run(reported(None))

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-import os
 import stat
 import sys
 from collections.abc import Callable, Iterator
@@ -16,22 +15,22 @@ import structlog
 import typer
 from pydantic import ValidationError
 
-from kinlens.embedder.errors import GalleryError, KinlensError, StateError
+from kinlens.embedder.errors import KinlensError, StateError
 from kinlens.indexer.gallery import Gallery as IndexedGallery
 from kinlens.indexer.gallery import gpu_memory, snapshot_at
 from kinlens.service.access.keys import open_keys
 from kinlens.service.cards import describe_use
 from kinlens.service.commands import options
 from kinlens.service.commands.settings import unknown_variables
+from kinlens.service.encoding.model import Backend
 from kinlens.service.encoding.sandbox import absences, holding
-from kinlens.service.galleries.locations import Bundles, Gallery, Locations, open_gallery
+from kinlens.service.galleries.locations import Bundles, GalleryLocation, Locations, open_gallery
 from kinlens.service.http.server import listen
 from kinlens.service.redis import SharedRedis
 from kinlens.service.runtime import missing_image_roots
 from kinlens.service.settings import ANY_HOST, Settings
 
 P = ParamSpec("P")
-
 _COLOURS = {"ok": "green", "warning": "yellow", "fault": "red"}
 
 
@@ -72,19 +71,25 @@ def check(
 def _findings(settings: Settings) -> Iterator[Finding]:
     """Try every part of a start, and continue after faults."""
     bundles = Bundles(settings)
-    bundle, *decoder = _model(bundles)
-    yield bundle
-    yield from _galleries(settings, bundles)
-    if settings.searched_on() == "cuda":
-        yield _gpu()
-    if settings.state is None:
-        text = "There is no state folder for keys, galleries and jobs, so changes are refused. "
-        yield Finding("state", "warning", f"{text}Set --state DIR to allow changes.")
+    opened: list[Backend] = []
+    yield _tried("bundle", _bundle, bundles, opened)
+    try:
+        locations = Locations(settings).list_galleries()
+    except (KinlensError, OSError) as error:
+        yield _failed("galleries", error)
     else:
-        yield _tried("state", _state, settings.state)
-    yield _tried("keys", _keys, settings)
-    yield from decoder
-    yield _redis(settings)
+        for location in locations:
+            yield _tried(f"gallery {location.name}", _gallery, location, settings, bundles)
+        if not locations and settings.state is None:
+            text = "There is no gallery, and no state folder to create one in. Set --gallery or "
+            yield Finding("galleries", "fault", f"{text}--state DIR.")
+    if settings.searched_on() == "cuda":
+        yield _tried("gpu", _gpu)
+    yield _tried("state", _state, settings.state)
+    yield _tried("keys", _keys, settings.state)
+    for backend in opened:
+        yield _tried("decoder", _decoder, backend)
+    yield _tried("redis", _redis, settings)
     yield _tried("port", _port, settings)
     yield from (Finding("exposure", "warning", text) for text in exposures(settings))
 
@@ -92,6 +97,8 @@ def _findings(settings: Settings) -> Iterator[Finding]:
 def _tried(subject: str, part: Callable[P, str], *args: P.args, **options: P.kwargs) -> Finding:
     try:
         return Finding(subject, "ok", part(*args, **options))
+    except UserWarning as warning:
+        return Finding(subject, "warning", str(warning))
     except (KinlensError, OSError) as error:
         return _failed(subject, error)
 
@@ -100,103 +107,82 @@ def _failed(subject: str, error: Exception) -> Finding:
     return Finding(subject, "fault", " ".join(str(error).split()) or type(error).__name__)
 
 
-def _model(bundles: Bundles) -> Iterator[Finding]:
-    """Start the model and its workers, and report the active layers of their sandbox."""
-    try:
-        backend = bundles.open(bundles.primary())
-    except (KinlensError, OSError) as error:
-        yield _failed("bundle", error)
-        return
+def _bundle(bundles: Bundles, opened: list[Backend]) -> str:
+    backend = bundles.open(bundles.primary())
+    opened.append(backend)
     facts = backend.facts
-    yield Finding(
-        "bundle",
-        "ok",
-        f"{facts.bundle_id[:12]}, D = {facts.dim}, on {facts.provider} in {facts.mode.precision}: "
-        f"{facts.precision_reason}",
-    )
+    on = f"on {facts.provider} in {facts.mode.precision}: {facts.precision_reason}"
+    return f"{facts.bundle_id[:12]}, D = {facts.dim}, {on}"
+
+
+def _decoder(backend: Backend) -> str:
+    """The layers of the sandbox of its workers, which are ended."""
     with contextlib.closing(backend.workers) as workers:
-        found, absent = f"sandbox: {holding(workers.layers)}", absences(workers.layers)
-    missing = " ".join(f"No {name}: {absence}" for name, absence in absent.items())
-    yield Finding(
-        "decoder", "warning" if absent else "ok", f"{found}. {missing}" if absent else found
-    )
+        text, absent = f"sandbox: {holding(workers.layers)}", absences(workers.layers)
+    if absent:
+        missing = " ".join(f"No {name}: {absence}" for name, absence in absent.items())
+        raise UserWarning(f"{text}. {missing}")
+    return text
 
 
-def _galleries(settings: Settings, bundles: Bundles) -> Iterator[Finding]:
-    try:
-        locations = Locations(settings).list_galleries()
-        if not locations and settings.state is None:
-            raise GalleryError(
-                "There is no gallery, and no state folder to create one in. Set --gallery or "
-                "--state DIR."
-            )
-    except (KinlensError, OSError) as error:
-        yield _failed("galleries", error)
-        return
-    for location in locations:
-        subject = f"gallery {location.name}"
-        try:
-            on_cpu = settings.model_copy(update={"index_device": "cpu"})  # a GPU may be in use
-            if location.follows is not None:
-                snapshot = snapshot_at(location.follows)
-                bundles.folder(snapshot.gallery.bundle_id)
-                items = f"{snapshot.size:,} items of bundle {snapshot.gallery.bundle_id[:12]}"
-                yield Finding(
-                    subject,
-                    "ok",
-                    f"{items}, published at {snapshot.published_at}; it is copied at the start",
-                )
-                continue
-            with contextlib.closing(open_gallery(location, on_cpu)) as gallery:
-                bundles.folder(gallery.bundle_id)
-                items = f"{gallery.size:,} items of bundle {gallery.bundle_id[:12]}"
-                names = [facts.name for facts in gallery.attribute_facts()]
-                use = describe_use(names, settings.product_url)
-                yield Finding(subject, "ok", f"{items}{_index_text(gallery)}; on the page: {use}")
-                if not location.managed:  # managed galleries store their own images
-                    for text in missing_image_roots({location.name: gallery}):
-                        yield Finding(subject, "warning", text)
-        except (KinlensError, OSError) as error:
-            yield _failed(subject, error)
+def _gallery(location: GalleryLocation, settings: Settings, bundles: Bundles) -> str:
+    if location.follows is not None:
+        copy = snapshot_at(location.follows)
+        bundles.folder(copy.gallery.bundle_id)
+        items = f"{copy.size:,} items of bundle {copy.gallery.bundle_id[:12]}"
+        return f"{items}, published at {copy.published_at}; it is copied at the start"
+    on_cpu = settings.model_copy(update={"index_device": "cpu"})  # a GPU may be in use
+    with contextlib.closing(open_gallery(location, on_cpu)) as gallery:
+        bundles.folder(gallery.bundle_id)
+        text = f"{gallery.size:,} items of bundle {gallery.bundle_id[:12]}"
+        index = gallery.index_location() if isinstance(gallery, IndexedGallery) else None
+        if index is not None:
+            text += f"; index {index.kind}, {index.memory_mb:,.0f} MB of memory"
+        names = [facts.name for facts in gallery.attribute_facts()]
+        text += f"; on the page: {describe_use(names, settings.product_url)}"
+        # Managed galleries store their own images.
+        missing = [] if location.managed else missing_image_roots({location.name: gallery})
+    if missing:
+        raise UserWarning(f"{text}. {missing[0]}")
+    return text
 
 
-def _index_text(gallery: Gallery) -> str:
-    index = gallery.index_location() if isinstance(gallery, IndexedGallery) else None
-    return "" if index is None else f"; index {index.kind}, {index.memory_mb:,.0f} MB of memory"
-
-
-def _gpu() -> Finding:
-    """Whether the GPU can be used for searches."""
+def _gpu() -> str:
     try:
         memory = gpu_memory()
     except KinlensError as error:
-        return Finding("gpu", "warning", f"Galleries are searched on the CPU: {error}")
-    text = f"{memory.free_mb:,.0f} of {memory.total_mb:,.0f} MB free for galleries and model"
-    return Finding("gpu", "ok", text)
+        raise UserWarning(f"Galleries are searched on the CPU: {error}") from error
+    return f"{memory.free_mb:,.0f} of {memory.total_mb:,.0f} MB free for galleries and model"
 
 
-def _state(folder: Path) -> str:
+def _state(folder: Path | None) -> str:
     options.make_state(folder)
+    if folder is None:
+        raise UserWarning(
+            "There is no state folder for keys, galleries and jobs, so changes are refused. Set "
+            "--state DIR to allow changes."
+        )
     return f"{folder} is writable"
 
 
-def _keys(settings: Settings) -> str:
-    store = open_keys(settings.state)
-    active = 0 if store is None else store.active()
-    closed = (
+def _keys(state: Path | None) -> str:
+    store = open_keys(state)
+    if store is not None and (active := store.active()):
+        return f"{active} active"
+    return (
         "no API key is active, so changes and jobs are refused; create one with kinlens-serve keys "
         "create"
     )
-    return f"{active} active" if active else closed
 
 
-def _redis(settings: Settings) -> Finding:
+def _redis(settings: Settings) -> str:
     if settings.redis_url is None:
-        return Finding("redis", "ok", "not used")
+        return "not used"
     timeout_s = max(1.0, settings.redis_timeout_ms / 1e3)
     redis = SharedRedis(settings.redis_url.get_secret_value(), timeout_s)
-    fault = asyncio.run(redis.find_fault())
-    return Finding("redis", "warning", fault) if fault else Finding("redis", "ok", "answers")
+    if fault := asyncio.run(redis.find_fault()):
+        raise UserWarning(fault)
+    return "answers"
 
 
 def _port(settings: Settings) -> str:
@@ -206,45 +192,48 @@ def _port(settings: Settings) -> str:
 
 def exposures(settings: Settings) -> list[str]:
     """A warning, with what to do, for each setting that exposes the service."""
-    found = []
-    is_public = not settings.is_local()
-    if settings.cors_origins and ANY_HOST in settings.cors_origins:
-        found.append(
+    is_public, is_unlimited = not settings.is_local(), not settings.rate_limit_per_address
+    is_open = bool(settings.anonymous_scopes)
+    bound_keys = _bound_keys(settings) if is_open else 0
+    exposed = [
+        (
+            ANY_HOST in settings.cors_origins,
             "Any web page may call this service from the browsers of its visitors. Name the "
-            "origins in KINLENS_CORS_ORIGINS instead of *."
-        )
-    if is_public and settings.anonymous_scopes and not settings.rate_limit_per_address:
-        found.append(
+            "origins in KINLENS_CORS_ORIGINS instead of *.",
+        ),
+        (
+            is_public and is_open and is_unlimited,
             f"Any client that can connect to {settings.host} may search without a rate limit. Set "
             "KINLENS_RATE_LIMIT_PER_ADDRESS, such as 120/minute (it counts images and queries), "
-            "or require keys with an empty KINLENS_ANONYMOUS_SCOPES."
-        )
-    if settings.image_links == "signed" and not settings.rate_limit_per_address:
-        found.append(
+            "or require keys with an empty KINLENS_ANONYMOUS_SCOPES.",
+        ),
+        (
+            settings.image_links == "signed" and is_unlimited,
             "Whoever has a signed image link may load it without a rate limit. Set "
-            "KINLENS_RATE_LIMIT_PER_ADDRESS, such as 600/minute; images count one each."
-        )
-    if is_public and ANY_HOST in settings.hosts():
-        found.append(
+            "KINLENS_RATE_LIMIT_PER_ADDRESS, such as 600/minute; images count one each.",
+        ),
+        (
+            is_public and ANY_HOST in settings.hosts(),
             "Requests may name any host, so a foreign web page can point its own name here. List "
-            "the hosts of this service in KINLENS_ALLOWED_HOSTS."
-        )
-    if settings.anonymous_scopes and (bound := _bound_keys(settings)):
-        found.append(
-            f"{bound} keys are bound to galleries, but clients without a key may "
+            "the hosts of this service in KINLENS_ALLOWED_HOSTS.",
+        ),
+        (
+            bound_keys > 0,
+            f"{bound_keys} keys are bound to galleries, but clients without a key may "
             f"{' and '.join(settings.anonymous_scopes)} in all of them. Set "
-            "KINLENS_ANONYMOUS_SCOPES to an empty text."
-        )
-    if settings.state is not None and _others_may_write(settings.state):
-        found.append(
+            "KINLENS_ANONYMOUS_SCOPES to an empty text.",
+        ),
+        (
+            _others_may_write(settings.state),
             f"Other users of this machine can write to {settings.state}, and so create keys. Run "
-            f"chmod go-w {settings.state}."
-        )
-    return found
+            f"chmod go-w {settings.state}.",
+        ),
+    ]
+    return [text for applies, text in exposed if applies]
 
 
 def _bound_keys(settings: Settings) -> int:
-    """The number of active keys bound to galleries; 0 if unreadable, which `_keys` reports."""
+    """The number of active keys bound to galleries; 0 if unreadable, which is a fault of `keys`."""
     with contextlib.suppress(StateError):
         store, now = open_keys(settings.state), datetime.now(UTC)
         known = () if store is None else store.list()
@@ -252,9 +241,7 @@ def _bound_keys(settings: Settings) -> int:
     return 0
 
 
-def _others_may_write(folder: Path) -> bool:
-    try:
-        mode = folder.stat().st_mode
-    except OSError:
-        return False
-    return os.name == "posix" and bool(mode & (stat.S_IWGRP | stat.S_IWOTH))
+def _others_may_write(folder: Path | None) -> bool:
+    with contextlib.suppress(OSError):
+        return folder is not None and bool(folder.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+    return False

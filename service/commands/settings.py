@@ -6,11 +6,11 @@ import shutil
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, get_args, get_origin
+from itertools import groupby
+from operator import attrgetter
+from typing import Annotated, Any
 
 import typer
-from pydantic import SecretStr
-from pydantic.fields import FieldInfo
 
 from kinlens.service.commands import options
 from kinlens.service.observe.logs import masked
@@ -26,7 +26,12 @@ _REMOVED = {
 }
 """What to do instead of a setting that was removed."""
 _MOST_COLUMNS = 100
-_BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
+_BOUNDS = {
+    "exclusiveMinimum": "above",
+    "minimum": "at least",
+    "exclusiveMaximum": "below",
+    "maximum": "at most",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,35 +59,37 @@ def settings(
     given = {name.upper(): value for name, value in os.environ.items()}
     width = min(_MOST_COLUMNS, shutil.get_terminal_size().columns)
     indent = " " * 4
-    group = ""
     wanted = text.casefold()
-    found = [x for x in variables() if wanted in f"{x.name} {x.meaning}".casefold()]
-    if not found:
+    matching = [x for x in variables() if wanted in f"{x.name} {x.meaning}".casefold()]
+    if not matching:
         options.refuse(f"No setting contains {text!r}. List all: kinlens-serve settings.")
-    for variable in found:
-        if variable.group != group:
-            group = variable.group
-            typer.secho(group, bold=True)
-        limits = f"; {variable.limits}" if variable.limits else ""
-        typer.echo(f"  {variable.name}  default: {variable.default}{limits}")
-        if (value := given.get(variable.name)) is not None:
-            typer.echo(f"{indent}set to: {'***' if variable.is_secret else masked(value)}")
-        plain = variable.meaning.replace("`", "")
-        typer.echo(textwrap.fill(plain, width, initial_indent=indent, subsequent_indent=indent))
+    for group, members in groupby(matching, attrgetter("group")):
+        typer.secho(group, bold=True)
+        for variable in members:
+            limits = f"; {variable.limits}" if variable.limits else ""
+            typer.echo(f"  {variable.name}  default: {variable.default}{limits}")
+            if (value := given.get(variable.name)) is not None:
+                typer.echo(f"{indent}set to: {'***' if variable.is_secret else masked(value)}")
+            meaning = variable.meaning.replace("`", "")
+            typer.echo(
+                textwrap.fill(meaning, width, initial_indent=indent, subsequent_indent=indent)
+            )
 
 
 def variables() -> Iterator[Variable]:
     """All settings in their order, as the command and the documentation show them."""
     group = ""
-    for name, field in Settings.model_fields.items():
+    for name, schema in Settings.model_json_schema()["properties"].items():
         group = GROUPS.get(name, group)
+        # An optional setting is described by its first kind.
+        kind = schema | schema.get("anyOf", [{}])[0]
         yield Variable(
             name=PREFIX + name.upper(),
             group=group,
-            default=_default(name, field),
-            limits=_limits(field),
-            meaning=" ".join((field.description or "").split()),
-            is_secret=SecretStr in _types(field),
+            default=_default(name, schema),
+            limits=_limits(kind),
+            meaning=" ".join(schema["description"].split()),
+            is_secret=kind.get("format") == "password",
         )
 
 
@@ -95,56 +102,32 @@ def unknown_variables() -> list[str]:
         for name in os.environ
         if name.upper().startswith(PREFIX)
     }
-    found = []
+    warnings = []
     for name in sorted(given.keys() - {*known, *_OTHERS}):
         near = difflib.get_close_matches(name, known, n=1)
-        cure = f"Did you mean {PREFIX}{near[0]}? " if near else ""
-        cure = _REMOVED.get(name, cure)
-        found.append(
+        cure = _REMOVED.get(name, f"Did you mean {PREFIX}{near[0]}? " if near else "")
+        warnings.append(
             f"{given[name]} is no setting and is ignored. {cure}kinlens-serve settings lists all."
         )
-    return found
+    return warnings
 
 
-def _default(name: str, field: FieldInfo) -> str:
-    if field.default_factory is not None:
-        return "cores + 2"  # search_threads
-    value = field.default
-    if value in (None, (), ""):
+def _default(name: str, schema: dict[str, Any]) -> str:
+    value = schema.get("default", "cores + 2")  # search_threads
+    if value in (None, [], ""):
         return "none"
-    if isinstance(value, tuple):
+    if isinstance(value, list):
         return ",".join(value)
     if isinstance(value, bool):
         return str(value).lower()
     return f"{value} ({value / 2**20:g} MiB)" if name.endswith("_bytes") else str(value)
 
 
-def _limits(field: FieldInfo) -> str:
+def _limits(kind: dict[str, Any]) -> str:
     """The allowed values or the range, such as "at least 0, below 1"."""
-    choices = [
-        str(value)
-        for kind in _types(field)
-        if get_origin(kind) is Literal
-        for value in get_args(kind)
-    ]
-    if field.annotation is bool:
+    choices = kind.get("enum") or kind.get("items", {}).get("enum")
+    if kind.get("type") == "boolean":
         choices = ["true", "false"]
     if choices:
         return f"{', '.join(choices[:-1])} or {choices[-1]}"
-    return ", ".join(
-        f"{word} {getattr(bound, name):,}"
-        for bound in field.metadata
-        for name, word in _BOUNDS.items()
-        if hasattr(bound, name)
-    )
-
-
-def _types(field: FieldInfo) -> list[Any]:
-    """The type of a setting and all types inside it."""
-    found, queue = [], [field.annotation]
-    while queue:
-        kind: Any = queue.pop(0)
-        found.append(kind)
-        if get_origin(kind) is not Literal:
-            queue += get_args(kind)
-    return found
+    return ", ".join(f"{word} {kind[bound]:,}" for bound, word in _BOUNDS.items() if bound in kind)

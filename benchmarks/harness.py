@@ -220,10 +220,14 @@ def kinlens(command: str, *arguments: object, accepted: Sequence[int] = (0,)) ->
 
 
 def free_port() -> int:
-    """A port that no process uses."""
+    """A port that no process uses, outside of those that systems give to connections."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+        while True:
+            try:
+                probe.bind(("127.0.0.1", port := random.SystemRandom().randrange(2**10, 2**15)))
+            except OSError:
+                continue
+            return port
 
 
 class Server(NamedTuple):

@@ -3,14 +3,14 @@
 import importlib.util
 import os
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+
+from tests.support.servers import free_port
 
 _TRIES = 3
 _READY_S = 120
@@ -62,9 +62,7 @@ class MilvusServer:
 
         config = MilvusServerConfig(data_dir=str(data))
         names = [name for name in config.configurable_items if name.endswith("_port")]
-        ports = dict(
-            zip([*names, "metrics", "etcd_peer"], _free_ports(len(names) + 2), strict=True)
-        )
+        ports = {name: free_port() for name in (*names, "metrics", "etcd_peer")}
         config.configs |= {name: ports[name] for name in names}
         config.extra_configs = dict(FASTER)
         etcd = data / "etcd.yaml"
@@ -126,12 +124,6 @@ def _unpacked(cache: Path) -> Path:
             assert programs.exists()
         shutil.rmtree(unpacking)
     return programs
-
-
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as held:
-        probes = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [int(probe.getsockname()[1]) for probe in probes]
 
 
 def _etcd_config(client: int, peer: int) -> str:

@@ -92,11 +92,12 @@ def started(
         process = subprocess.Popen([path, *options], stdout=log, stderr=log, env=variables)
         stack.callback(process.wait, WAIT_S)
         stack.callback(process.terminate)
+        stack.callback(_check_alive, process, folder)
         scheme, certificate = ("https", folder / _CERTIFICATE) if has_tls else ("http", None)
         proxy = Proxy(f"{scheme}://127.0.0.1:{port}", certificate)
         with proxy.client() as client:
             path = "/visual/ready" if is_below_path else "/ready"
-            until(lambda: _is_ready(client, process, path))
+            until(lambda: _check_alive(process, folder) or _is_ready(client, path))
         yield proxy
 
 
@@ -195,8 +196,12 @@ OPTIONS: dict[str, Callable[[Path, Sequence[str], int], list[str]]] = {
 """What a program is started with, after its files are written."""
 
 
-def _is_ready(client: httpx.Client, process: "subprocess.Popen[bytes]", path: str) -> bool:
-    assert process.poll() is None, "the proxy has ended; see its log"
+def _check_alive(process: "subprocess.Popen[bytes]", folder: Path) -> None:
+    if process.poll() is not None:
+        pytest.fail(f"The proxy has ended; what it wrote:\n{(folder / 'log').read_text()[-9000:]}")
+
+
+def _is_ready(client: httpx.Client, path: str) -> bool:
     try:
         return client.get(path).status_code == 200
     except httpx.TransportError:

@@ -2,6 +2,9 @@
 
 import functools
 import hashlib
+import itertools
+import os
+import random
 import shutil
 import signal
 import socket
@@ -45,6 +48,9 @@ WAIT_S = 20.0
 CREATED_AT = "2026-01-01T00:00:00+00:00"
 DEFAULTS: dict[str, Any] = {"search_threads": 2}
 _LIMITS = "decode_memory_mb", "decode_timeout_ms"
+_PROCESS = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+_FIRST = 12_000 + 1_000 * (_PROCESS % 20)
+_PORTS = itertools.cycle(random.SystemRandom().sample(range(_FIRST, _FIRST + 1_000), 1_000))
 STALLED = (
     b"POST /search HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5000\r\n"
     b"Content-Type: multipart/form-data; boundary=b\r\n\r\n--b\r\n"
@@ -53,8 +59,15 @@ STALLED = (
 
 
 def free_port() -> int:
-    with closing(socket.create_server(("127.0.0.1", 0))) as probe:
-        return int(probe.getsockname()[1])
+    """A port that stays free until a program listens at it: outside of those that systems give to
+    connections, each once, and in a range of its own for each process of the suite.
+    """
+    while True:
+        try:
+            socket.create_server(("127.0.0.1", port := next(_PORTS))).close()
+        except OSError:
+            continue
+        return port
 
 
 def render(seed: int, size_px: int = 96) -> Image.Image:

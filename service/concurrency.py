@@ -10,7 +10,7 @@ import functools
 import math
 import threading
 import time
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager
@@ -351,29 +351,23 @@ class SearchThreads(BoundedPool):
 
         Raises: the error of the first value with one.
         """
-        if len(values) == 1:
-            return [work(values[0])]
-        results: dict[int, T] = {}
-        errors: dict[int, Exception] = {}
-        rest = iter(enumerate(values))
+        results = [Future[T]() for _ in values]
+        rest = iter(zip(values, results, strict=True))
 
         def run() -> None:
-            for number, value in rest:
+            for value, result in rest:
                 try:
-                    results[number] = work(value)
-                except Exception as error:
-                    errors[number] = error
-                    deque(rest, maxlen=0)  # skip the others
+                    result.set_result(work(value))
+                except BaseException as error:
+                    result.set_exception(error)
 
-        count = min(len(values) - 1, self._helper_count)
-        helpers = [self._helpers.submit(run) for _ in range(count)]
+        helpers = [
+            self._helpers.submit(run) for _ in range(min(len(values) - 1, self._helper_count))
+        ]
         run()
         for helper in helpers:
-            if not helper.cancel():
-                helper.result()
-        if errors:
-            raise errors[min(errors)]
-        return [results[number] for number in range(len(values))]
+            helper.cancel()
+        return [result.result() for result in results]
 
     def close(self) -> None:
         """Cancel queued calls; hanging ones end with the process."""

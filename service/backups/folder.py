@@ -27,7 +27,7 @@ from pydantic import BaseModel, ValidationError
 
 from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.durable import make_folder, rename, staged, sync_tree
-from kinlens.embedder.errors import GalleryError, GalleryWriteError, KinlensError, StateError
+from kinlens.embedder.errors import GalleryError, KinlensError, StateError
 from kinlens.indexer.gallery import backup as backup_gallery
 from kinlens.indexer.gallery import check_backup, current_generation, current_manifest
 from kinlens.indexer.gallery import restore as restore_gallery
@@ -265,9 +265,7 @@ def _save_galleries(
     for location in _in_folders(settings):
         assert location.path is not None
         target, uploads = _gallery_in(stage, location.name), UploadFolder(location.path)
-        with contextlib.ExitStack() as stack:
-            with contextlib.suppress(GalleryWriteError):  # read-only, so nothing is removed there
-                stack.enter_context(uploads.removal_paused())
+        with uploads.removal_paused():
             try:
                 saved = backup_gallery(location.path, target, on_progress)
             except KinlensError:

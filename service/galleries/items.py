@@ -4,6 +4,7 @@ check ─► stored vector, or decode and embed ─► image on the disk ─► 
 """
 
 import asyncio
+import contextlib
 import hashlib
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
@@ -27,8 +28,8 @@ from kinlens.embedder.sources.names import composed
 from kinlens.embedder.types import ItemId
 from kinlens.indexer.filters.tree import Filter
 from kinlens.indexer.gallery import Gallery as IndexedGallery
+from kinlens.indexer.gallery import MilvusStore, current_generation
 from kinlens.indexer.gallery import check_item as check_stored
-from kinlens.indexer.gallery import current_generation
 from kinlens.indexer.ingest.products import changes_by_key
 from kinlens.indexer.types import Entry, Item
 from kinlens.service.concurrency import BoundedPool
@@ -218,14 +219,16 @@ class Items:
 
     async def _changing(self, gallery: str, work: Callable[[Served], Awaitable[T]]) -> T:
         """Do `work` in the current gallery, and repeat it if that was replaced during the work."""
-        try:
+
+        async def attempt() -> T:
             async with self._registry.find(gallery) as served:
                 served.refuse_if_followed()
                 return await work(served)
-        except (GalleryBusyError, BundleMismatchError):
-            await self._registry.read_from_disk(name=gallery)
-        with self._registry.lease(gallery) as served:
-            return await work(served)
+
+        with contextlib.suppress(GalleryBusyError, BundleMismatchError):
+            return await attempt()
+        await self._registry.read_from_disk(name=gallery)
+        return await attempt()
 
     def _upload_store(self, served: Served) -> UploadFolder | SharedUploads:
         uploads = served.uploads
@@ -400,25 +403,24 @@ def _patch_where(gallery: Gallery, where: Filter, change: Change) -> Changed:
 def _remove(served: Served, keys: Sequence[str], keep: Sequence[str]) -> Changed:
     gallery = served.gallery
     contents = _uploaded(gallery.stored(keys).values())
-    removed = _local(gallery, "keep").remove(keys, keep=keep) if keep else gallery.remove(keys)
+    removed = _restorable(gallery, "keep").remove(keys, keep=keep) if keep else gallery.remove(keys)
     served.discard_uploads(contents)
     return Changed(removed, gallery.version)
 
 
 def _restore(gallery: Gallery, keys: Sequence[str]) -> Restored:
-    items = _local(gallery, "restore").restore(keys)
+    items = _restorable(gallery, "restore").restore(keys)
     return Restored(items, gallery.version)
 
 
-def _local(gallery: Gallery, what: str) -> IndexedGallery | GalleryView:
-    if isinstance(gallery, IndexedGallery):
-        return gallery
-    if isinstance(gallery, GalleryView) and isinstance(gallery.whole, IndexedGallery):
-        return gallery
-    raise InvalidParameterError(
-        f"{what} needs a gallery in a folder. This one is on Milvus, which cannot restore "
-        "removed items. Put the items again."
-    )
+def _restorable(gallery: Gallery, what: str) -> IndexedGallery | GalleryView:
+    """The gallery, which can do `what`, unless it is on Milvus. Raises: InvalidParameterError."""
+    if isinstance(gallery, MilvusStore):
+        raise InvalidParameterError(
+            f"{what} needs a gallery in a folder. This one is on Milvus, which cannot restore "
+            "removed items. Put the items again."
+        )
+    return gallery
 
 
 def _remove_item(served: Served, item_id: ItemId) -> Changed:

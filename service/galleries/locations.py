@@ -71,8 +71,8 @@ class GalleryLocation:
 
     name: str
     path: Path | None
-    managed: bool
-    generation: str | None
+    managed: bool = False
+    generation: str | None = None
     image_root: Path | None = None
     address: str = ""
     uploads: SharedUploads | None = None
@@ -103,31 +103,55 @@ class Locations:
         """
         if given is not None:
             settings = settings.model_copy(update=_NO_GALLERIES)
-        self._open = given or {}
         self._managed = None if settings.state is None else managed_folder(settings.state)
         self._roots = dict(split_gallery(entry) for entry in settings.image_roots)
+        self._named = {
+            name: GalleryLocation(name, _path_of(gallery), given=gallery)
+            for name, gallery in (given or {}).items()
+        }
+        self._add_named(settings)
+        self._ranks = {name: rank for rank, name in enumerate(self._named)}
+        self._listed: list[GalleryLocation] = []
+        self._listed_at: tuple[int, ...] | None = None
+        names = [location.name for location in self.list_galleries()]
+        for name in self._roots:
+            if name not in names:
+                raise GalleryNotFoundError(
+                    f"--image-root names the gallery {name!r}, which is not served. Known are: "
+                    f"{', '.join(names) or 'none'}."
+                )
+
+    def _add_named(self, settings: Settings) -> None:
         limit_s = settings.pictures_timeout_ms / 1e3
-        self._uploads = {
+        uploads = {
             name: SharedUploads(address, limit_s)
             for name, address in map(split_named, settings.pictures)
             if name is not None
         }
-        self._named: dict[str, str] = {}
-        for entry in settings.galleries:
-            name, text = split_named(entry)
+        copies = followed(settings)
+        for name, text in map(split_named, settings.galleries):
             name = name or _own_name(text)
             if name in self._named:
                 raise GalleryNotFoundError(
                     f"Two galleries are called {name!r}. Give one of them another name: "
                     f"--gallery NAME={text}."
                 )
-            self._named[name] = text
-        self._followed = followed(settings)
-        self._upload_limit_s = limit_s
-        self._listed: list[GalleryLocation] = []
-        self._listed_at: tuple[int, ...] | None = None
-        self._ranks = {name: rank for rank, name in enumerate([*self._open, *self._named])}
-        self._check()
+            location = GalleryLocation(name, Path(text), image_root=self._roots.get(name))
+            if name in copies:
+                address, path = copies[name]
+                shared = SharedUploads(f"{address.rstrip('/')}/pictures", limit_s)
+                location = replace(location, path=path, uploads=shared, follows=address)
+            elif text.startswith(MILVUS):
+                location = replace(location, path=None, address=text, uploads=uploads.get(name))
+            self._named[name] = location
+        remote = [name for name, location in self._named.items() if location.address]
+        for name in uploads:
+            if name not in remote:
+                raise GalleryNotFoundError(
+                    f"--pictures names {name!r}, which is not a gallery on Milvus of this service. "
+                    f"Known are: {', '.join(remote) or 'none'}. A gallery in a folder stores its "
+                    "uploaded images in that folder."
+                )
 
     def list_galleries(self) -> list[GalleryLocation]:
         """Every gallery, in the order of the service. Galleries of the settings are listed even if
@@ -142,24 +166,17 @@ class Locations:
         """
         folder = None if self._managed is None else stamp(str(self._managed))
         if folder != self._listed_at or not is_settled(folder):
-            names = [
-                *self._ranks,
-                *(name for name in self._managed_names() if name not in self._ranks),
-            ]
+            names = dict.fromkeys([*self._named, *self._managed_names()])
             self._listed = [found for name in names if (found := self.find(name)) is not None]
             self._listed_at = folder
         return self._listed
 
     def find(self, name: str) -> GalleryLocation | None:
         """The possible location of one gallery, unread; None for a name that none can have."""
-        if name in self._open:
-            gallery = self._open[name]
-            return GalleryLocation(name, _path_of(gallery), False, None, given=gallery)
-        if name in self._named:
-            return self._location_of(name, self._named[name])
-        if self._managed is None or not is_name(name):
-            return None
-        return GalleryLocation(name, self._managed / name, True, None, self._roots.get(name))
+        if name in self._named or self._managed is None or not is_name(name):
+            return self._named.get(name)
+        path, root = self._managed / name, self._roots.get(name)
+        return GalleryLocation(name, path, managed=True, image_root=root)
 
     def order(self, name: str) -> tuple[int, str]:
         """A sort key for the order of the service: of the settings first, then by name."""
@@ -173,37 +190,10 @@ class Locations:
             return replace(location, generation=current_generation(location.path))
         return location
 
-    def _location_of(self, name: str, text: str) -> GalleryLocation:
-        root = self._roots.get(name)
-        if name in self._followed:
-            address, path = self._followed[name]
-            uploads = SharedUploads(f"{address.rstrip('/')}/pictures", self._upload_limit_s)
-            return GalleryLocation(name, path, False, None, root, uploads=uploads, follows=address)
-        if not text.startswith(MILVUS):
-            return GalleryLocation(name, Path(text), False, None, root)
-        return GalleryLocation(name, None, False, None, root, text, self._uploads.get(name))
-
     def _managed_names(self) -> list[str]:
         if self._managed is None or not self._managed.is_dir():
             return []
         return sorted(path.name for path in self._managed.iterdir() if is_name(path.name))
-
-    def _check(self) -> None:
-        known = [location.name for location in self.list_galleries()]
-        for name in self._roots:
-            if name not in known:
-                raise GalleryNotFoundError(
-                    f"--image-root names the gallery {name!r}, which is not served. Known are: "
-                    f"{', '.join(known) or 'none'}."
-                )
-        remote = [name for name, text in self._named.items() if text.startswith(MILVUS)]
-        for name in self._uploads:
-            if name not in remote:
-                raise GalleryNotFoundError(
-                    f"--pictures names {name!r}, which is not a gallery on Milvus of this service. "
-                    f"Known are: {', '.join(remote) or 'none'}. A gallery in a folder stores its "
-                    "uploaded images in that folder."
-                )
 
 
 def open_gallery(

@@ -80,36 +80,19 @@ class UploadFolder:
             yield
 
     @contextlib.contextmanager
-    def copying_from(self, other: "UploadFolder") -> Iterator[None]:
-        """While the block copies the gallery of `other` into this one, no image of either is
-        removed. Raises: GalleryWriteError.
-        """
-        with contextlib.ExitStack() as locks:
-            locks.enter_context(self._locked(_COPIED, fcntl.LOCK_SH))
-            if other.root.is_dir():
-                with contextlib.suppress(GalleryWriteError):  # read-only, so nothing is removed
-                    locks.enter_context(other._locked(_COPIED, fcntl.LOCK_SH))
-            yield
-
-    @contextlib.contextmanager
     def removal_paused(self) -> Iterator[None]:
-        """While the block copies the catalogue, no image is removed. Raises: GalleryWriteError."""
-        with self._locked(_COPIED, fcntl.LOCK_SH):
+        """While the block copies the gallery, no image is removed. A read-only folder has no lock,
+        since nothing is removed there.
+        """
+        with contextlib.ExitStack() as lock:
+            with contextlib.suppress(GalleryBusyError, GalleryWriteError):
+                lock.enter_context(self._locked(_COPIED, fcntl.LOCK_SH))
             yield
 
     def files(self) -> Iterator[Path]:
         """Every image, without unfinished writes."""
         for shard in _shards(self.root):
             yield from (shard / name for name in sorted(_contents(shard)))
-
-    def write(self, sha256: str, data: bytes) -> None:
-        """Write an image if it is missing or damaged. Raises: GalleryWriteError."""
-        with self._disk_errors_explained():
-            try:
-                self.read(sha256)
-            except KinlensError:
-                make_folder(self._path(sha256).parent, "upload")
-                write_whole(self._path(sha256), data, "upload")
 
     def import_from(self, root: Path) -> None:
         """Hard-link the images of another upload folder `root`, or copy them from another disk.

@@ -189,7 +189,7 @@ def _swap_gallery(context: Context, other: Path) -> None:
             swapped=False,
         )
     own, others = UploadFolder(plan.gallery), UploadFolder(other)
-    with own.copying_from(others):
+    with own.removal_paused(), others.removal_paused():
         manifest = adopt(
             plan.gallery,
             other,

@@ -13,7 +13,6 @@ from kinlens import __version__
 from kinlens.embedder.session import Embedder
 from kinlens.service.api import (
     access,
-    by_key,
     duplicates,
     feedback,
     golden,
@@ -27,7 +26,7 @@ from kinlens.service.api import galleries as gallery_routes
 from kinlens.service.encoding.cache import Cache
 from kinlens.service.encoding.workers import Workers
 from kinlens.service.galleries.locations import Opened
-from kinlens.service.http.bodies import BodyLimit, bounds_of
+from kinlens.service.http.bodies import BodyLimit
 from kinlens.service.http.edge import Compression, Edge
 from kinlens.service.http.openapi import openapi_routes
 from kinlens.service.http.pages import Assets
@@ -94,14 +93,13 @@ def create_app(
     app.state.admission = admission
     assets = Assets()
     for router in (
-        search.build_router(runtime),
-        by_key.build_router(runtime),
+        search.router,
+        images.router,  # before the items: a key may contain slashes
         gallery_routes.router,
         items.router,
         golden.router,
         feedback.router,
         duplicates.router,
-        images.router,
         jobs.router,
         access.router,
         operations.router,
@@ -125,14 +123,9 @@ def _middleware(runtime: Runtime) -> list[Middleware]:
         max_age=_CORS_MAX_AGE_S,
     )
     return [
+        Middleware(BodyLimit, settings=settings),
         Middleware(Edge, settings=settings, metrics=runtime.metrics),
         *([cors] if settings.cors_origins else ()),
-        Middleware(
-            BodyLimit,
-            bounds=bounds_of(settings),
-            timeout_s=settings.body_timeout_ms / 1e3,
-            max_total_bytes=settings.max_held_bytes,
-        ),
         Middleware(Compression),
     ]
 

@@ -55,8 +55,14 @@ CLIENT_DISCONNECTED = ProblemType(499, "Client disconnected", "client-gone")
 """The client has disconnected, so only the log and the metrics show this status."""
 
 
-class ClientDisconnectedError(Exception):
-    """The client closed the connection, so no answer is needed."""
+class RefusedError(HTTPException):
+    """The end of a request whose body is refused or whose client has disconnected."""
+
+    def __init__(
+        self, kind: ProblemType, text: str, headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(kind.status, text, headers)
+        self.kind = kind
 
 
 PROBLEM_TYPES: dict[
@@ -178,12 +184,12 @@ def _details_of(error: Exception) -> tuple[ProblemType, str, list[dict[str, str]
         if len(found) > _MAX_FAULTS:
             detail += f" {len(found) - _MAX_FAULTS:,} more are not shown."
         return INVALID, detail, faults
+    if isinstance(error, RefusedError):
+        return error.kind, error.detail, []
     if isinstance(error, HTTPException):
         phrase = HTTPStatus(error.status_code).phrase
         slug = phrase.lower().replace(" ", "-")
         return ProblemType(error.status_code, phrase, slug), str(error.detail), []
-    if isinstance(error, ClientDisconnectedError):
-        return CLIENT_DISCONNECTED, "The client disconnected before its answer.", []
     kind = problem_type_of(error)
     if kind.public:
         return kind, str(error), []

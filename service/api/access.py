@@ -15,7 +15,6 @@ from kinlens.service.access.keys import MAX_OVERLAP, OVERLAP, Key, KeyStore, Lim
 from kinlens.service.api.galleries import Service
 from kinlens.service.http.openapi import problems
 from kinlens.service.http.rules import Route, rule
-from kinlens.service.problems import PROBLEM_TYPES
 from kinlens.service.runtime import Runtime
 
 T = TypeVar("T")
@@ -23,13 +22,13 @@ _MAX_DAYS = 3_650
 _MAX_ENTRIES = 1_000
 _HOUR = timedelta(hours=1)
 _STATE = (
-    PROBLEM_TYPES[errors.StateMissingError],
-    PROBLEM_TYPES[errors.StateError],
-    PROBLEM_TYPES[errors.InvalidParameterError],
-    PROBLEM_TYPES[errors.DeadlineExceededError],
-    PROBLEM_TYPES[errors.OverloadedError],
+    errors.StateMissingError,
+    errors.StateError,
+    errors.InvalidParameterError,
+    errors.DeadlineExceededError,
+    errors.OverloadedError,
 )
-_UNKNOWN = PROBLEM_TYPES[errors.KeyNotFoundError]
+_UNKNOWN = errors.KeyNotFoundError
 _NO_STORE = {"Cache-Control": "no-store"}
 
 Name = Annotated[str, Path(max_length=64, description="The name of a key.")]

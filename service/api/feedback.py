@@ -10,26 +10,17 @@ from pydantic import Field
 from kinlens.embedder import errors
 from kinlens.models import Action, FeedbackCounts
 from kinlens.service.api.galleries import FAILURES, Service
-from kinlens.service.api.requests import FORM, Strict, read_form
+from kinlens.service.api.requests import Strict, read_form
 from kinlens.service.galleries.feedback import IMAGE_PX, FeedbackStore, Question, as_csv
-from kinlens.service.http.bodies import (
-    INLINE_BYTES,
-    JSON,
-    checked,
-    fault,
-    media_type_of,
-    off_loop,
-    read_model,
-)
+from kinlens.service.http import bodies
+from kinlens.service.http.bodies import FORM, JSON, checked, fault
 from kinlens.service.http.openapi import problems
 from kinlens.service.http.rules import Route, rule
-from kinlens.service.problems import PROBLEM_TYPES
 from kinlens.service.runtime import Runtime
 
 _MAX_ANSWER_ID = 8_192  # the key of an item has up to 1,024 characters of 4 bytes each
 _MAX_KEY = 1_024
 _WHAT, _SUBJECT = "or writing the feedback", "The feedback"
-_STATE = PROBLEM_TYPES[errors.StateError]
 _CSV = "text/csv"
 
 
@@ -64,7 +55,7 @@ router = APIRouter(route_class=Route)
 @router.post(
     "/feedback",
     status_code=204,
-    responses=problems(*FAILURES, PROBLEM_TYPES[errors.ItemNotFoundError], _STATE),
+    responses=problems(*FAILURES, errors.ItemNotFoundError, errors.StateError),
     summary="Report whether an item was right",
     openapi_extra={"requestBody": {"required": True, "content": _CONTENT}},
 )
@@ -75,7 +66,7 @@ async def feedback(runtime: Service, request: Request) -> None:
     Repeated feedback counts once.
     """
     store = _store_of(runtime)
-    sent, image = await _read(request, runtime)
+    sent, image = await _read(request)
     question = store.question(sent.answer_id)
     async with runtime.registry.find(question.gallery) as served:
         read = partial(served.gallery.stored, [sent.item])
@@ -103,7 +94,7 @@ async def feedback(runtime: Service, request: Request) -> None:
             "description": "The pairs as CSV, or their counts as JSON.",
             "content": {_CSV: {"schema": {"type": "string"}}},
         },
-        **problems(*FAILURES, _STATE),
+        **problems(*FAILURES, errors.StateError),
     },
     summary="Export the feedback on a gallery",
 )
@@ -141,22 +132,22 @@ def _store_of(runtime: Runtime) -> FeedbackStore:
     return runtime.feedback
 
 
-async def _read(request: Request, runtime: Runtime) -> tuple[FeedbackModel, bytes | None]:
+async def _read(request: Request) -> tuple[FeedbackModel, bytes | None]:
     """The feedback and its image, if one was sent.
 
     Raises: HTTPException (400, 415), InvalidParameterError, RequestValidationError.
     """
-    if media_type_of(request) != FORM:
-        return await read_model(request, FeedbackModel), None
-    body = await request.body()
+    body, kind = await bodies.read_body(request, JSON, FORM)
 
     def read() -> tuple[FeedbackModel, bytes | None]:
+        if kind == JSON:
+            return checked(FeedbackModel, bodies.parse_object(body)), None
         images, fields = read_form(request, body)
         if len(images) > 1:
             raise fault("image", f"image was sent {len(images)} times; send it once.")
         return checked(FeedbackModel, dict(fields)), images[0] if images else None
 
-    return await off_loop(runtime, read, short=len(body) <= INLINE_BYTES)
+    return read() if len(body) <= bodies.INLINE_BYTES else await bodies.off_loop(request, read)
 
 
 async def _stored_image(

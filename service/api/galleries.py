@@ -1,7 +1,7 @@
 """Galleries over HTTP: list, describe, create, delete; and definitions for all gallery routes."""
 
 import os
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path as FilePath
 from typing import Annotated, Any
@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict
 from kinlens.embedder import errors
 from kinlens.indexer.calibration import Calibrated
 from kinlens.indexer.gallery import GalleryFacts
-from kinlens.indexer.types import AttributeFacts
+from kinlens.indexer.types import AttributeFacts, Item
 from kinlens.models import (
     AttributeCount,
     AttributeModel,
@@ -26,42 +26,46 @@ from kinlens.models import (
 from kinlens.service.access.audit import note
 from kinlens.service.access.prefix import public_path
 from kinlens.service.galleries.feedback import forget
-from kinlens.service.galleries.locations import VERSION_PATTERN, VERSION_TEXT, Gallery
+from kinlens.service.galleries.locations import (
+    VERSION_DIGITS,
+    VERSION_PATTERN,
+    VERSION_TEXT,
+    Gallery,
+)
 from kinlens.service.galleries.registry import Served
 from kinlens.service.http.openapi import problems
 from kinlens.service.http.rules import Route, rule
-from kinlens.service.problems import PROBLEM_TYPES
 from kinlens.service.runtime import Runtime
 from kinlens.service.search.pipeline import calibrated_by
 from kinlens.service.settings import Settings
 
 _READING = (
-    PROBLEM_TYPES[errors.OverloadedError],
-    PROBLEM_TYPES[errors.DeadlineExceededError],
-    PROBLEM_TYPES[errors.GalleryError],
+    errors.OverloadedError,
+    errors.DeadlineExceededError,
+    errors.GalleryError,
 )
 FAILURES = (
-    PROBLEM_TYPES[errors.GalleryNotFoundError],
-    PROBLEM_TYPES[errors.InvalidParameterError],
+    errors.GalleryNotFoundError,
+    errors.InvalidParameterError,
     *_READING,
 )
 """Problems that every request about a gallery can return."""
 
 CHANGE_FAILURES = (
     *FAILURES,
-    PROBLEM_TYPES[errors.GalleryConflictError],
-    PROBLEM_TYPES[errors.StateMissingError],
-    PROBLEM_TYPES[errors.GalleryBusyError],
+    errors.GalleryConflictError,
+    errors.StateMissingError,
+    errors.GalleryBusyError,
 )
 
 IMAGE_FAILURES = (
-    PROBLEM_TYPES[errors.EmptyImageError],
-    PROBLEM_TYPES[errors.ImageTooManyBytesError],
-    PROBLEM_TYPES[errors.ImageTooLargeError],
-    PROBLEM_TYPES[errors.ImageCostError],
-    PROBLEM_TYPES[errors.UnsupportedFormatError],
-    PROBLEM_TYPES[errors.CorruptImageError],
-    PROBLEM_TYPES[errors.BundleError],
+    errors.EmptyImageError,
+    errors.ImageTooManyBytesError,
+    errors.ImageTooLargeError,
+    errors.ImageCostError,
+    errors.UnsupportedFormatError,
+    errors.CorruptImageError,
+    errors.BundleError,
 )
 
 ItemId = Annotated[int, Path(ge=0, le=2**63 - 1)]
@@ -90,6 +94,50 @@ async def _runtime_of(request: Request) -> Runtime:
 
 Service = Annotated[Runtime, Depends(_runtime_of)]
 """Dependency of a route: the parts of the running service."""
+
+Key = Annotated[str, Path(min_length=1, max_length=1024, description="The key of the item.")]
+"""The key of the shop, such as a SKU or a path; slashes may be sent as they are or as %2F."""
+
+
+@dataclass(frozen=True, slots=True)
+class ItemRef:
+    """An item by its id; `generation` is that of the id if a key was sent."""
+
+    id: int
+    generation: str | None = None
+
+
+async def _by_id(item_id: ItemId) -> ItemRef:
+    return ItemRef(item_id)
+
+
+async def _by_key(runtime: Service, name: str, key: Key) -> ItemRef:
+    async with runtime.registry.find(name) as served:
+        item = await stored_item(runtime, served, key)
+        return ItemRef(item.id, served.gallery.generation[:VERSION_DIGITS])
+
+
+ITEM_PATHS: tuple[tuple[str, str, Any], ...] = (
+    ("/galleries/{name}/items/{item_id}", "", Depends(_by_id)),
+    ("/galleries/{name}/items/by-key/{key:path}", " by key", Depends(_by_key)),
+)
+"""The two paths of an item, the ends of their titles, and the dependencies that find the item."""
+
+
+async def stored_item(runtime: Runtime, served: Served, key: str) -> Item:
+    """The item with this key. Raises: ItemNotFoundError."""
+    found = await runtime.read("the item", lambda: served.gallery.stored([key]), served=served)
+    if key not in found:
+        raise unknown_key(served.name, key)
+    return found[key]
+
+
+def unknown_key(gallery: str, key: str) -> errors.ItemNotFoundError:
+    """The error for a key that no item has."""
+    return errors.ItemNotFoundError(
+        f"Gallery {gallery} has no item with the key {key!r:.200}. Keys are case-sensitive."
+    )
+
 
 router = APIRouter(route_class=Route)
 

@@ -9,8 +9,7 @@ from functools import partial
 from pathlib import Path as FilePath
 from typing import Annotated, Any
 
-from fastapi import APIRouter, HTTPException, Path, Query, Request, Response
-from pydantic import ValidationError
+from fastapi import APIRouter, Path, Query, Request, Response
 
 from kinlens.embedder import errors
 from kinlens.embedder.errors import ImageError, InvalidParameterError, KinlensError
@@ -34,21 +33,17 @@ from kinlens.service.api.galleries import (
     Service,
 )
 from kinlens.service.api.images import AS_SIZE, KEPT, Size
-from kinlens.service.api.requests import FORM
+from kinlens.service.api.requests import read_form
 from kinlens.service.concurrency import within
 from kinlens.service.galleries.registry import Served
-from kinlens.service.http.bodies import as_faults, fault, media_type_of, parse_json
-from kinlens.service.http.forms import parse_form
+from kinlens.service.http.bodies import FORM, checked, fault, off_loop, parse_json, read_body
 from kinlens.service.http.openapi import problems
 from kinlens.service.http.rules import Route, rule
-from kinlens.service.problems import PROBLEM_TYPES
 from kinlens.service.runtime import Runtime
 
-_SHOWN = 80
 _QUERIES_PER_LIMIT = 16
-_UNKNOWN = PROBLEM_TYPES[errors.ItemNotFoundError]
-_KEPT = (*FAILURES, PROBLEM_TYPES[errors.GalleryConflictError])
-_MODEL = (PROBLEM_TYPES[errors.SearchError], PROBLEM_TYPES[errors.BundleError])
+_KEPT = (*FAILURES, errors.GalleryConflictError)
+_MODEL = (errors.SearchError, errors.BundleError)
 _LABEL_TEXT = (
     'The right items, as JSON: {"keys": ["a", "b"]}, {"attribute": "product", "value": 12} or '
     '{"no_match": true}.'
@@ -83,7 +78,7 @@ async def queries(runtime: Service, name: str) -> GoldenQueries:
         *CHANGE_FAILURES,
         *_MODEL,
         *IMAGE_FAILURES,
-        PROBLEM_TYPES[errors.FilterError],
+        errors.FilterError,
     ),
     summary="Label a query",
     openapi_extra={"requestBody": {"required": True, "content": {FORM: {"schema": _ADD_FORM}}}},
@@ -97,7 +92,8 @@ async def add(runtime: Service, name: str, request: Request) -> GoldenQuery:
     async with runtime.registry.find(name) as served:
         served.refuse_if_followed()
         golden = GoldenSet(_folder(served))
-        new = await _new_query(request, runtime)
+        body, _ = await read_body(request, FORM)
+        new = await off_loop(request, lambda: _new_query(request, body))
         async with within(runtime.settings.request_timeout_ms / 1e3, "Embedding the image"):
             await served.model.encoder.encode(new.data, hashlib.sha256(new.data).hexdigest())
         [made] = await runtime.change(served, lambda: golden.add([new], served.require_whole()))
@@ -108,7 +104,7 @@ async def add(runtime: Service, name: str, request: Request) -> GoldenQuery:
 @router.delete(
     "/{sha256}",
     status_code=204,
-    responses=problems(*CHANGE_FAILURES, _UNKNOWN),
+    responses=problems(*CHANGE_FAILURES, errors.ItemNotFoundError),
     summary="Remove a golden query",
 )
 @rule("write", "galleries")
@@ -131,7 +127,7 @@ async def remove(runtime: Service, request: Request, name: str, sha256: Sha256) 
     response_class=Response,
     responses={
         200: {"content": {"image/jpeg": {}}, "description": "The image as a JPEG."},
-        **problems(*_KEPT, _UNKNOWN),
+        **problems(*_KEPT, errors.ItemNotFoundError),
     },
     summary="The image of a golden query",
 )
@@ -242,32 +238,18 @@ async def _vector(
         return error
 
 
-async def _new_query(request: Request, runtime: Runtime) -> NewQuery:
-    """Raises: HTTPException (400, 415), InvalidParameterError, RequestValidationError."""
-    kind = media_type_of(request)
-    if kind != FORM:
-        shown = kind[:_SHOWN]
-        raise HTTPException(415, f"Content-Type = {shown!r} is not supported here; send {FORM}.")
-    body, content_type = await request.body(), request.headers["content-type"]
-    return await runtime.read("the request", partial(_from_form, body, content_type), "body")
-
-
-def _from_form(body: bytes, content_type: str) -> NewQuery:
-    parts: dict[str, Any] = {}
-    for part in parse_form(body, content_type):
-        if part.name not in _ADD_FORM["properties"] or part.name in parts:
-            name = part.name[:_SHOWN]
-            raise fault(name, f"{name} is unknown or sent twice; send image, label and name once.")
-        if part.is_file != (part.name == "image"):
-            raise fault(part.name, "Send image as a file, and label and name as texts.")
-        parts[part.name] = part
-    for name in _ADD_FORM["required"]:
-        if name not in parts:
-            raise fault(name, f"{name} is missing; send an image file and its label.")
+def _new_query(request: Request, body: bytes) -> NewQuery:
+    """Raises: HTTPException (400), RequestValidationError."""
+    images, fields = read_form(request, body)
+    if len(images) != 1:
+        raise fault("image", f"The form has {len(images)} images; send one.")
+    sent = dict(fields)
+    if len(sent) < len(fields) or not sent.keys() <= {"label", "name"}:
+        raise fault("label", "A field is unknown or sent twice; send image, label and name once.")
+    if "label" not in sent:
+        raise fault("label", f"label is missing. {_LABEL_TEXT}")
     try:
-        label = Label.model_validate(parse_json(parts["label"].text.encode()))
-    except ValidationError as error:
-        raise as_faults(error, lambda _: "label") from None
+        label = parse_json(sent["label"].encode())
     except ValueError as error:
         raise fault("label", f"label is not valid JSON: {error}. {_LABEL_TEXT}") from error
-    return NewQuery(parts["image"].data, label, parts["name"].text if "name" in parts else "")
+    return NewQuery(images[0], checked(Label, label, lambda _: "label"), sent.get("name", ""))

@@ -11,12 +11,11 @@ from pydantic import BeforeValidator
 from kinlens.embedder import errors
 from kinlens.indexer.images import is_shown, item_bytes, shown
 from kinlens.indexer.types import Item
-from kinlens.service.api.galleries import FAILURES, Generation, ItemId, Service
+from kinlens.service.api.galleries import FAILURES, ITEM_PATHS, Generation, ItemRef, Service
 from kinlens.service.galleries.registry import Served
 from kinlens.service.galleries.renditions import SIDES_PX
 from kinlens.service.http.openapi import problems
 from kinlens.service.http.rules import Route, rule
-from kinlens.service.problems import PROBLEM_TYPES
 from kinlens.service.runtime import Runtime
 
 Size = Literal[160, 320, 480, 640]
@@ -26,85 +25,68 @@ AS_SIZE = BeforeValidator(lambda text: {str(side): side for side in SIDES_PX}.ge
 KEPT = "private, max-age=604800, immutable"
 """`Cache-Control` of thumbnails whose content cannot change."""
 
-_UNKNOWN_ITEM = PROBLEM_TYPES[errors.ItemNotFoundError]
-_IMAGE = {"content": {"image/*": {}}, "description": "The image."}
 _SIZE_TEXT = (
     f"Return a JPEG with this maximum side in pixels, one of {', '.join(map(str, SIDES_PX))}; "
     "default: the stored image, with BMP, TIFF and HEIC converted to JPEG."
 )
-
-
-ImageSize = Annotated[Size | None, AS_SIZE, Query(description=_SIZE_TEXT)]
-IMAGE_ANSWERS: dict[int | str, dict[str, Any]] = {
-    200: _IMAGE,
+_ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"image/*": {}}, "description": "The image."},
     304: {"description": "Unchanged since the given ETag."},
-    **problems(*FAILURES, _UNKNOWN_ITEM),
+    **problems(*FAILURES, errors.ItemNotFoundError),
 }
-
 
 router = APIRouter(route_class=Route)
 
+for _path, _by, _item in ITEM_PATHS:
 
-@router.get(
-    "/galleries/{name}/items/{item_id}/image",
-    response_class=Response,
-    responses=IMAGE_ANSWERS,
-    summary="The image of an item",
-)
-@rule("search", "items")
-async def item_image(
-    runtime: Service,
-    request: Request,
-    name: str,
-    item_id: ItemId,
-    generation: Generation,
-    size: ImageSize = None,
-) -> Response:
-    """The image in a format that browsers can show.
+    @router.get(
+        f"{_path}/image",
+        name="image" if _by else "item_image",  # part of the operation id
+        response_class=Response,
+        responses=_ANSWERS,
+        summary=f"The image of an item{_by}",
+    )
+    @rule("search", "items")
+    async def item_image(
+        runtime: Service,
+        request: Request,
+        name: str,
+        generation: Generation,
+        size: Annotated[Size | None, AS_SIZE, Query(description=_SIZE_TEXT)] = None,
+        ref: ItemRef = _item,
+    ) -> Response:
+        """The image in a format that browsers can show.
 
-    404: the item was removed, its file is missing or has changed since indexing, or it cannot be
-    converted. 503: the file cannot be read, or decoding took too much time or memory; it is then
-    not repeated for 30 seconds.
-    """
-    return await image_of(runtime, request, name, item_id, generation, size)
-
-
-async def image_of(
-    runtime: Runtime,
-    request: Request,
-    name: str,
-    item_id: int,
-    version: str | None,
-    size: int | None,
-) -> Response:
-    """The response with the image of an item."""
-    async with runtime.registry.find(name) as served:
-        gallery = served.gallery
-        served.check_generation(version)
-        etag = f'"{gallery.generation}-{item_id}{f"-{size}" if size else ""}"'
-        # An id never gets other content within a generation, so browsers need not ask again.
-        is_fixed = version is not None and size is not None
-        headers = {"ETag": etag, "Cache-Control": KEPT if is_fixed else "private, no-cache"}
-        if etag in request.headers.get("if-none-match", ""):
+        404: the item was removed, its file is missing or has changed since indexing, or it cannot
+        be converted. 503: the file cannot be read, or decoding took too much time or memory; it is
+        then not repeated for 30 seconds.
+        """
+        async with runtime.registry.find(name) as served:
+            gallery = served.gallery
+            served.check_generation(generation or ref.generation)
+            etag = f'"{gallery.generation}-{ref.id}{f"-{size}" if size else ""}"'
+            # An id, unlike a key, never gets other content within a generation, so browsers need
+            # not ask again.
+            is_fixed = generation is not None and ref.generation is None and size is not None
+            headers = {"ETag": etag, "Cache-Control": KEPT if is_fixed else "private, no-cache"}
             # Raises if the item was removed.
-            await runtime.read("the image", lambda: gallery.item(item_id), served=served)
-            return Response(status_code=304, headers=headers)
-        try:
-            data, media_type = await _image(runtime, served, item_id, size)
-        except errors.ImageMissingError as error:
-            _report_missing(runtime, served.name, item_id, error)
-            raise
-    return Response(data, media_type=media_type, headers=headers)
+            item = await runtime.read("the image", lambda: gallery.item(ref.id), served=served)
+            if etag in request.headers.get("if-none-match", ""):
+                return Response(status_code=304, headers=headers)
+            try:
+                data, media_type = await _image(runtime, served, item, size)
+            except errors.ImageMissingError as error:
+                _report_missing(runtime, served.name, item.id, error)
+                raise
+        return Response(data, media_type=media_type, headers=headers)
 
 
 async def _image(
-    runtime: Runtime, served: Served, item_id: int, size: int | None
+    runtime: Runtime, served: Served, item: Item, size: int | None
 ) -> tuple[bytes, str]:
     """The image of an item and its media type; decoding is done by the decode workers."""
-    gallery = served.gallery
-    item = await runtime.read("the image", lambda: gallery.item(item_id), served=served)
     # Not a read of the gallery: one file that hangs must not stop its searches.
-    subject = f"Image {item_id} of gallery {served.name}"
+    subject = f"Image {item.id} of gallery {served.name}"
 
     async def read() -> bytes:
         of_file = partial(original, served, item)
@@ -114,7 +96,9 @@ async def _image(
         image = shown(await read(), item.format)
         return image.data, image.media_type
 
-    key = f"{served.name}/{gallery.generation}-{item_id}"  # copied folders share a generation
+    key = (
+        f"{served.name}/{served.gallery.generation}-{item.id}"  # copied folders share a generation
+    )
     return await runtime.renditions.get(key, read, size), "image/jpeg"
 
 

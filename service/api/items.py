@@ -5,12 +5,13 @@ from collections import Counter
 from dataclasses import replace
 from typing import Annotated, Any, Self, get_args
 
-from fastapi import APIRouter, HTTPException, Query, Request
+from fastapi import APIRouter, Query, Request
 from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
     JsonValue,
+    RootModel,
     TypeAdapter,
     ValidationError,
     model_validator,
@@ -33,43 +34,27 @@ from kinlens.models import (
 )
 from kinlens.service.access.audit import note
 from kinlens.service.access.rates import account_of
+from kinlens.service.api import requests
 from kinlens.service.api.galleries import (
     CHANGE_FAILURES,
     FAILURES,
     IMAGE_FAILURES,
     Generation,
     ItemId,
+    Key,
     Service,
+    stored_item,
+    unknown_key,
 )
-from kinlens.service.api.requests import (
-    FORM,
-    Strict,
-    base64_content,
-    custom_error,
-    facets_of,
-    inlined,
-    where_of,
-)
-from kinlens.service.galleries.items import ItemOutcome, NewItem, Status
+from kinlens.service.api.requests import Strict, where_of
+from kinlens.service.galleries.items import Changed, ItemOutcome, NewItem, Status
 from kinlens.service.galleries.links import image_link
 from kinlens.service.galleries.locations import Gallery
-from kinlens.service.http.bodies import (
-    JSON,
-    body_docs,
-    checked,
-    media_type_of,
-    parse_json,
-    parse_object,
-    read_model,
-)
-from kinlens.service.http.forms import Part, parse_form
+from kinlens.service.http import bodies
+from kinlens.service.http.bodies import FORM, JSON, body_docs, checked, read_model
 from kinlens.service.http.openapi import problems
 from kinlens.service.http.rules import Route, rule
-from kinlens.service.problems import (
-    PROBLEM_TYPES,
-    described,
-    request_id_of,
-)
+from kinlens.service.problems import described, request_id_of
 from kinlens.service.runtime import Runtime
 from kinlens.values import AttributeValue
 
@@ -81,8 +66,6 @@ _MAX_OFFSET = 10**9
 _MAX_PREFIX = 1024
 _SHOWN = 80
 _CHANGED: tuple[Status, ...] = ("added", "replaced", "updated")
-_FILTER = PROBLEM_TYPES[errors.FilterError]
-UNKNOWN_ITEM = PROBLEM_TYPES[errors.ItemNotFoundError]
 
 
 def _plain(value: Any) -> Any:
@@ -127,6 +110,17 @@ class NewItemModel(Strict):
     attributes: _Attributes | None = None
 
 
+class KeyChanges(RootModel[Annotated[Changes, Field(min_length=1)]]):
+    """Attributes of one item to change; null removes one, all others stay unchanged."""
+
+
+_ByKey = Annotated[dict[str, Changes], Field(fail_fast=True, min_length=1, max_length=MAX_KEYS)]
+_Keys = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_KEYS)]
+_Filter = Annotated[
+    str | dict[str, JsonValue] | None, Field(description="As in a search: text or JSON.")
+]
+
+
 class PutItems(Strict):
     """Items to add; an item with the key of a stored item replaces it."""
 
@@ -149,25 +143,11 @@ class PatchItems(Strict):
         }
     )
 
-    changes: (
-        Annotated[dict[str, Changes], Field(fail_fast=True, min_length=1, max_length=MAX_KEYS)]
-        | None
-    ) = None
+    changes: _ByKey | None = None
     products: (
-        Annotated[
-            dict[str, Changes],
-            Field(
-                fail_fast=True,
-                min_length=1,
-                max_length=MAX_KEYS,
-                description="By value of the attribute `product`.",
-            ),
-        ]
-        | None
+        Annotated[_ByKey, Field(description="By value of the attribute `product`.")] | None
     ) = None
-    filter: Annotated[
-        str | dict[str, JsonValue] | None, Field(description="As in a search: text or JSON.")
-    ] = None
+    filter: _Filter = None
     set: Annotated[Changes, Field(min_length=1)] | None = None
 
     @model_validator(mode="after")
@@ -175,19 +155,17 @@ class PatchItems(Strict):
         by_filter = self.filter is not None, self.set is not None
         selectors = [any(by_filter), self.changes is not None, self.products is not None]
         if by_filter not in ((True, True), (False, False)) or sum(selectors) != 1:
-            raise custom_error("Send either changes, or products, or filter together with set.")
+            raise requests.custom_error(
+                "Send either changes, or products, or filter together with set."
+            )
         return self
 
 
 class RemoveItems(Strict):
     """The items to remove: those with these keys, or those that match the filter."""
 
-    keys: Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_KEYS)] | None = (
-        None
-    )
-    filter: Annotated[
-        str | dict[str, JsonValue] | None, Field(description="As in a search: text or JSON.")
-    ] = None
+    keys: _Keys | None = None
+    filter: _Filter = None
     keep: Annotated[
         list[str],
         Field(
@@ -202,7 +180,7 @@ class RemoveItems(Strict):
 class RestoreItems(Strict):
     """The keys of removed items to restore."""
 
-    keys: Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_KEYS)]
+    keys: _Keys
 
 
 def _parts(of: dict[str, str], description: str) -> dict[str, Any]:
@@ -224,7 +202,7 @@ _PUT_FORM = {
 }
 _PUT_CONTENT = {
     FORM: {"schema": _PUT_FORM, "encoding": {"attributes": {"contentType": JSON}}},
-    JSON: {"schema": inlined(PutItems)},
+    JSON: {"schema": requests.inlined(PutItems)},
 }
 
 router = APIRouter(route_class=Route, prefix="/galleries/{name}/items")
@@ -232,7 +210,7 @@ router = APIRouter(route_class=Route, prefix="/galleries/{name}/items")
 
 @router.get(
     "",
-    responses=problems(*FAILURES, _FILTER),
+    responses=problems(*FAILURES, errors.FilterError),
     summary="List items",
     response_model_exclude_unset=True,  # omits facets unless they are requested
 )
@@ -272,7 +250,7 @@ async def items(
             counts: dict[str, Any] = {}
             if facets:
                 wanted = SearchOptions(where=fitting)
-                found = gallery.facets(facets_of(facets), None, wanted, key_prefix)
+                found = gallery.facets(requests.facets_of(facets), None, wanted, key_prefix)
                 counts = {"facets": {key: one.described() for key, one in found.items()}}
             return ItemPage(
                 total=page.total,
@@ -286,7 +264,11 @@ async def items(
         return await runtime.read("the items", read, served=served)
 
 
-@router.get("/{item_id}", responses=problems(*FAILURES, UNKNOWN_ITEM), summary="Describe an item")
+@router.get(
+    "/{item_id}",
+    responses=problems(*FAILURES, errors.ItemNotFoundError),
+    summary="Describe an item",
+)
 @rule("search", "items")
 async def item(runtime: Service, name: str, item_id: ItemId) -> ItemModel:
     """One item with its attributes."""
@@ -294,6 +276,48 @@ async def item(runtime: Service, name: str, item_id: ItemId) -> ItemModel:
         gallery = served.gallery
         found = await runtime.read("the item", lambda: gallery.item(item_id), served=served)
         return item_model(name, gallery, found)
+
+
+@router.get(
+    "/by-key/{key:path}",
+    name="item",
+    responses=problems(*FAILURES, errors.ItemNotFoundError),
+    summary="Describe an item by key",
+)
+@rule("search", "items")
+async def item_by_key(runtime: Service, name: str, key: Key) -> ItemModel:
+    """One item with its attributes."""
+    async with runtime.registry.find(name) as served:
+        return item_model(name, served.gallery, await stored_item(runtime, served, key))
+
+
+@router.patch(
+    "/by-key/{key:path}",
+    name="patch",
+    responses=problems(*CHANGE_FAILURES, errors.ItemNotFoundError),
+    summary="Change attributes of an item by key",
+    openapi_extra=body_docs(KeyChanges),
+)
+@rule("write", "items", "keys")
+async def patch_by_key(runtime: Service, request: Request, name: str, key: Key) -> PatchAnswer:
+    """Change attributes of one item: {"price": 49.9, "sale": null}."""
+    sent = await read_model(request, KeyChanges)
+    return _patched(request, await runtime.items.patch(name, {key: sent.root}))
+
+
+@router.delete(
+    "/by-key/{key:path}",
+    name="remove",
+    responses=problems(*CHANGE_FAILURES, errors.ItemNotFoundError),
+    summary="Remove an item by key",
+)
+@rule("write", "items", "keys")
+async def remove_by_key(runtime: Service, request: Request, name: str, key: Key) -> RemoveAnswer:
+    """Remove one item."""
+    removed = await runtime.items.remove(name, [key])
+    if not removed.count:
+        raise unknown_key(name, key)
+    return _removed(request, removed)
 
 
 @router.put(
@@ -327,7 +351,7 @@ async def put(runtime: Service, name: str, request: Request) -> PutAnswer:
 
 @router.patch(
     "",
-    responses=problems(*CHANGE_FAILURES, UNKNOWN_ITEM, _FILTER),
+    responses=problems(*CHANGE_FAILURES, errors.ItemNotFoundError, errors.FilterError),
     summary="Change attributes",
     openapi_extra=body_docs(PatchItems),
 )
@@ -346,8 +370,7 @@ async def patch(runtime: Service, name: str, request: Request) -> PatchAnswer:
         if where is None:
             raise errors.FilterError("The filter is empty. To change single items, send changes.")
         changed = await runtime.items.patch_where(name, where, sent.set or {})
-    note(request.scope["state"], affected=changed.count)
-    return PatchAnswer(changed=changed.count, version=changed.version)
+    return _patched(request, changed)
 
 
 @router.delete("", responses=problems(*CHANGE_FAILURES), summary="Remove items by key")
@@ -359,14 +382,12 @@ async def remove(
     key: Annotated[list[str], Query(min_length=1, max_length=MAX_KEYS)],
 ) -> RemoveAnswer:
     """Remove items; unknown keys are not counted."""
-    removed = await runtime.items.remove(name, key)
-    note(request.scope["state"], affected=removed.count)
-    return RemoveAnswer(removed=removed.count, version=removed.version)
+    return _removed(request, await runtime.items.remove(name, key))
 
 
 @router.post(
     "/delete",
-    responses=problems(*CHANGE_FAILURES, _FILTER, PROBLEM_TYPES[errors.GalleryConflictError]),
+    responses=problems(*CHANGE_FAILURES, errors.FilterError, errors.GalleryConflictError),
     summary="Remove many items",
     openapi_extra=body_docs(RemoveItems),
 )
@@ -388,8 +409,7 @@ async def remove_many(runtime: Service, name: str, request: Request) -> RemoveAn
         if where is None:
             raise errors.FilterError("The filter is empty. To remove all items, send keys.")
         removed = await runtime.items.remove_where(name, where)
-    note(request.scope["state"], affected=removed.count)
-    return RemoveAnswer(removed=removed.count, version=removed.version)
+    return _removed(request, removed)
 
 
 @router.post(
@@ -413,14 +433,24 @@ async def restore(runtime: Service, name: str, request: Request) -> RestoreAnswe
 
 
 @router.delete(
-    "/{item_id}", responses=problems(*CHANGE_FAILURES, UNKNOWN_ITEM), summary="Remove an item"
+    "/{item_id}",
+    responses=problems(*CHANGE_FAILURES, errors.ItemNotFoundError),
+    summary="Remove an item",
 )
 @rule("write", "items")
 async def remove_item(
     runtime: Service, request: Request, name: str, item_id: ItemId, generation: Generation
 ) -> RemoveAnswer:
     """Remove one item by its id; send `generation`, since ids change with the generation."""
-    removed = await runtime.items.remove_item(name, item_id, generation)
+    return _removed(request, await runtime.items.remove_item(name, item_id, generation))
+
+
+def _patched(request: Request, changed: Changed) -> PatchAnswer:
+    note(request.scope["state"], affected=changed.count)
+    return PatchAnswer(changed=changed.count, version=changed.version)
+
+
+def _removed(request: Request, removed: Changed) -> RemoveAnswer:
     note(request.scope["state"], affected=removed.count)
     return RemoveAnswer(removed=removed.count, version=removed.version)
 
@@ -455,47 +485,41 @@ async def _new_items(request: Request, runtime: Runtime) -> list[NewItem]:
 
     Raises: HTTPException (400, 415), InvalidParameterError, RequestValidationError.
     """
-    kind, limit = media_type_of(request), runtime.settings.max_items_per_request
-    if kind not in (FORM, JSON):
-        raise HTTPException(
-            415, f"Content-Type = {kind[:_SHOWN]!r} is not supported here; send {FORM} or {JSON}."
-        )
-    body = await request.body()
+    limit = runtime.settings.max_items_per_request
+    body, kind = await bodies.read_body(request, FORM, JSON)
     if kind == JSON:
-        return await runtime.read("the request", lambda: _from_json(body, limit), "body")
-    content_type = request.headers["content-type"]
-    return await runtime.read("the request", lambda: _from_form(body, content_type, limit), "body")
+        return await bodies.off_loop(request, lambda: _from_json(body, limit))
+    return await bodies.off_loop(request, lambda: _from_form(request, body, limit))
 
 
-def _from_form(body: bytes, content_type: str, limit: int) -> list[NewItem]:
-    named: dict[str, list[Part]] = {"image": [], "key": [], "attributes": [], "product": []}
-    for part in parse_form(body, content_type):
-        if part.name not in named:
-            raise InvalidParameterError(
-                f"The form has a field {part.name[:_SHOWN]!r}; send image, key, attributes and "
-                "product."
-            )
-        if part.name != "image" and part.is_file:
-            raise InvalidParameterError(f"{part.name} was sent as a file; send it as a text.")
-        named[part.name].append(part)
-    images, keys, texts, products = named.values()
+def _from_form(request: Request, body: bytes, limit: int) -> list[NewItem]:
+    images, fields = requests.read_form(request, body)
     _check_count(len(images), limit)
-    if len(products) > 1 or any(not part.text for part in products):
+    named: dict[str, list[str]] = {"key": [], "attributes": [], "product": []}
+    for name, text in fields:
+        if name not in named:
+            raise InvalidParameterError(
+                f"The form has a field {name[:_SHOWN]!r}; send image, key, attributes and product."
+            )
+        named[name].append(text)
+    keys, attributes, products = named.values()
+    if len(products) > 1 or "" in products:
         raise InvalidParameterError(
             f"The form has {len(products)} products, or an empty one; send one for all images."
         )
-    product = products[0].text if products else None
+    product = products[0] if products else None
     needed = (len(images),) if product is None else (0, len(images))
-    if len(keys) not in needed or len(texts) not in (0, len(images)):
+    if len(keys) not in needed or len(attributes) not in (0, len(images)):
         raise InvalidParameterError(
-            f"The form has {len(images)} images, {len(keys)} keys and {len(texts)} attributes; "
-            "send one key for each image, or a product, and attributes for each or for none."
+            f"The form has {len(images)} images, {len(keys)} keys and {len(attributes)} "
+            "attributes; send one key for each image, or a product, and attributes for each or for "
+            "none."
         )
-    given = [part.text for part in keys] or [_key_in(product, image.data) for image in images]
-    attributes = [part.text for part in texts] or ["null"] * len(images)
+    keys = keys or [_key_in(product, image) for image in images]
+    attributes = attributes or ["null"] * len(images)
     return [
-        _of_product(product, _with_attributes(key, image.data, text))
-        for image, key, text in zip(images, given, attributes, strict=True)
+        _of_product(product, _with_attributes(key, image, text))
+        for image, key, text in zip(images, keys, attributes, strict=True)
     ]
 
 
@@ -519,7 +543,7 @@ def _of_product(product: str | None, item: NewItem) -> NewItem:
 
 def _with_attributes(key: str, data: bytes, text: str) -> NewItem:
     try:
-        given = parse_json(text.encode() or b"null")
+        given = bodies.parse_json(text.encode() or b"null")
         if given is None:
             return NewItem(key, data, keeps=True)
         return NewItem(key, data, _ATTRIBUTES.validate_python(given))
@@ -536,7 +560,7 @@ def _with_attributes(key: str, data: bytes, text: str) -> NewItem:
 
 
 def _from_json(body: bytes, limit: int) -> list[NewItem]:
-    payload = parse_object(body)
+    payload = bodies.parse_object(body)
     if isinstance(payload.get("items"), list):
         _check_count(len(payload["items"]), limit)
     sent = checked(PutItems, payload)
@@ -546,7 +570,7 @@ def _from_json(body: bytes, limit: int) -> list[NewItem]:
 def _decoded(item: NewItemModel, product: str | None) -> NewItem:
     attributes, keeps = item.attributes or {}, item.attributes is None
     try:
-        data = base64_content(item.data)
+        data = requests.base64_content(item.data)
     except PydanticCustomError as error:
         fault = InvalidParameterError(error.message())
         return NewItem(item.key or "", b"", attributes, fault)

@@ -25,23 +25,22 @@ from kinlens.service.jobs.params import (
     TrainParams,
 )
 from kinlens.service.jobs.store import Job
-from kinlens.service.problems import PROBLEM_TYPES
 
 T = TypeVar("T")
 _STATE = (
-    PROBLEM_TYPES[errors.OverloadedError],
-    PROBLEM_TYPES[errors.DeadlineExceededError],
-    PROBLEM_TYPES[errors.StateMissingError],
-    PROBLEM_TYPES[errors.StateError],
-    PROBLEM_TYPES[errors.InvalidParameterError],
+    errors.OverloadedError,
+    errors.DeadlineExceededError,
+    errors.StateMissingError,
+    errors.StateError,
+    errors.InvalidParameterError,
 )
-_UNKNOWN = PROBLEM_TYPES[errors.JobNotFoundError]
+_UNKNOWN = errors.JobNotFoundError
 _CHANGES = (
     *_STATE,
-    PROBLEM_TYPES[errors.GalleryNotFoundError],
-    PROBLEM_TYPES[errors.GalleryConflictError],
-    PROBLEM_TYPES[errors.GalleryError],
-    PROBLEM_TYPES[errors.JobConflictError],
+    errors.GalleryNotFoundError,
+    errors.GalleryConflictError,
+    errors.GalleryError,
+    errors.JobConflictError,
 )
 _LOOK: dict[str, Any] = {"responses": problems(*_STATE, _UNKNOWN)}
 _START: dict[str, Any] = {"response_model": JobModel, "status_code": 202}

@@ -14,7 +14,6 @@ from kinlens.service.api.galleries import Service
 from kinlens.service.http.openapi import problems
 from kinlens.service.http.rules import Route, rule
 from kinlens.service.observe.metrics import CONTENT_TYPE
-from kinlens.service.problems import PROBLEM_TYPES
 
 router = APIRouter(route_class=Route)
 
@@ -31,9 +30,9 @@ async def live() -> Live:
     response_model=Ready,
     responses={
         **problems(
-            PROBLEM_TYPES[KeyMissingError],
-            PROBLEM_TYPES[GalleryNotFoundError],
-            PROBLEM_TYPES[InvalidParameterError],
+            KeyMissingError,
+            GalleryNotFoundError,
+            InvalidParameterError,
         ),
         503: {"model": Ready, "description": "A check failed."},
     },

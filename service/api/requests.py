@@ -5,13 +5,14 @@ shared with the requests about items and that refuse bad fields cheaply.
 import base64
 import binascii
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, Self, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, Self
 
-from fastapi import HTTPException, Request
+from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -21,43 +22,36 @@ from pydantic import (
     ValidatorFunctionWrapHandler,
     WithJsonSchema,
     WrapValidator,
-    create_model,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
-from kinlens.embedder import errors
-from kinlens.embedder.errors import InvalidParameterError, KinlensError
+from kinlens.embedder.errors import FilterError, InvalidParameterError, KinlensError
 from kinlens.embedder.preprocess import Box, check_box
 from kinlens.embedder.programs.faults import path_of, shown
+from kinlens.indexer import types
 from kinlens.indexer.filters.json import filter_from_json
 from kinlens.indexer.filters.text import parse_filter
 from kinlens.indexer.filters.tree import Filter
-from kinlens.indexer.types import (
-    MAX_BOOST,
-    MAX_FACETS,
-    Boost,
-    Grouping,
-    SortBy,
-    boost_of,
-    sort_by_of,
-)
+from kinlens.indexer.types import MAX_FACETS, Grouping
 from kinlens.service.access.rates import account_of
-from kinlens.service.http.bodies import (
-    INLINE_BYTES,
-    JSON,
-    checked,
-    fault,
-    media_type_of,
-    off_loop,
-    parse_json,
-    parse_object,
-)
+from kinlens.service.http import bodies
+from kinlens.service.http.bodies import FORM, IMAGE, INLINE_BYTES, JSON, RAW, checked, fault
 from kinlens.service.http.forms import parse_form
 from kinlens.service.runtime import Runtime
 from kinlens.service.search.query import Combine, Distinct, Query, views_of
 from kinlens.service.settings import MAX_HITS, Settings
 
+Pairs = Sequence[tuple[str, str]]
+_INLINE_IMAGE = 256 * 2**10
+_INLINE_PARTS = 16
+_SHORT_FILTER = 256  # characters
+_LISTS = {"positive": "positives", "negative": "negatives", "crop": "crops"}
+_LISTED = ("images", *_LISTS.values())  # names that are only valid in JSON
+_VIEWS = "images and crops"
+_MAX_KEYS = 256
+_CORNERS = 4
+_SHOWN = 80
 _UNKNOWN_KEPT = 5
 _HEAD = 256
 _FACETS = 'send colour,price or ["colour", "price"]'
@@ -103,9 +97,9 @@ def where_of(value: str | dict[str, Any] | None) -> Filter | None:
         if not value.lstrip().startswith("{"):
             return parse_filter(value)
         try:
-            value = parse_json(value.encode(errors="surrogatepass"))
-        except (ValueError, errors.InvalidParameterError) as error:
-            raise errors.FilterError(
+            value = bodies.parse_json(value.encode(errors="surrogatepass"))
+        except (ValueError, InvalidParameterError) as error:
+            raise FilterError(
                 f"The filter is not valid JSON: {error}. Write it as "
                 '{"colour": "red"}, or as text: colour = "red".'
             ) from error
@@ -120,7 +114,9 @@ def facets_of(value: Any) -> list[str]:
     if isinstance(value, str):
         try:
             is_json = value[:1] == "["
-            names = parse_json(value.encode()) if is_json else value.split(",") if value else []
+            names = (
+                bodies.parse_json(value.encode()) if is_json else value.split(",") if value else []
+            )
         except ValueError as error:
             raise InvalidParameterError(
                 f"facets is not a valid JSON list: {error}; {_FACETS}."
@@ -157,21 +153,6 @@ def inlined(model: type[BaseModel]) -> dict[str, Any]:
 
     whole: dict[str, Any] = resolved(schema)
     return whole
-
-
-T = TypeVar("T")
-Pairs = Sequence[tuple[str, str]]
-
-FORM, RAW, IMAGE = "multipart/form-data", "application/octet-stream", "image/*"
-_INLINE_IMAGE = 256 * 2**10
-_INLINE_PARTS = 16
-_SHORT_FILTER = 256  # characters
-_LISTS = {"positive": "positives", "negative": "negatives", "crop": "crops"}
-_LISTED = ("images", *_LISTS.values())  # names that are only valid in JSON
-_VIEWS = "images and crops"
-_MAX_KEYS = 256
-_CORNERS = 4
-_SHOWN = 80
 
 
 def _box(value: Any) -> Box:
@@ -216,40 +197,20 @@ def _distinct(value: Any, validate: ValidatorFunctionWrapHandler) -> Distinct:
 _DISTINCT_SCHEMA: dict[str, Any] = {"enum": [False, True, "near"]}
 
 
-def _boost(value: Any) -> Boost | None:
-    """A validator for a boost in text form."""
-    if value is None or value == "" or isinstance(value, Boost):
-        return value or None
-    try:
-        return boost_of(value if isinstance(value, str) else shown(value))
-    except InvalidParameterError as error:
-        raise custom_error(str(error)) from error
+def _parsed_by(parse: Callable[[str], object]) -> AfterValidator:
+    """A validator for a text that `parse` accepts; empty is None."""
+
+    def check(text: str) -> str:
+        try:
+            if text:
+                parse(text)
+        except InvalidParameterError as error:
+            raise custom_error(str(error)) from error
+        return text
+
+    return AfterValidator(check)
 
 
-def _sort_by(value: Any) -> SortBy | None:
-    """A validator for a sort order in text form."""
-    if value is None or value == "" or isinstance(value, SortBy):
-        return value or None
-    if not isinstance(value, str):
-        raise custom_error(f"sort_by = {shown(value)} must be a string. Send price, or price:desc.")
-    return sort_by_of(value)
-
-
-_SORT_SCHEMA: dict[str, Any] = {
-    "anyOf": [{"type": "string"}, {"type": "null"}],
-    "default": None,
-    "examples": ["price", "price:desc"],
-    "description": "NAME, NAME:asc or NAME:desc: sort the best 200 by an attribute; items without "
-    "it come last. Scores do not change.",
-}
-_BOOST_SCHEMA: dict[str, Any] = {
-    "anyOf": [{"type": "string"}, {"type": "null"}],
-    "default": None,
-    "examples": ["price:-0.1", "price:-0.1:0:50"],
-    "description": "NAME:WEIGHT or NAME:WEIGHT:FROM:TO: rank by score + weight * a numeric "
-    "attribute, scaled to 0..1 by its range in the gallery or by FROM and TO; weights from "
-    f"{-MAX_BOOST} to {MAX_BOOST}. Scores do not change.",
-}
 _CROP_SCHEMA: dict[str, Any] = {
     "type": "array",
     "items": {"type": "number", "minimum": 0, "maximum": 1},
@@ -263,6 +224,9 @@ _DATA_SCHEMA: dict[str, Any] = {
     "description": "The content of an image file as base64, also as a data: URL. Other URLs are "
     "refused and never loaded.",
 }
+_Crop = Annotated[Box, BeforeValidator(_box), WithJsonSchema(_CROP_SCHEMA)]
+_AtLeast1 = Annotated[int, Field(ge=1, le=Settings.max_k)]
+_AtLeast0 = Annotated[int, Field(ge=0, le=Settings.max_k)]
 _Score = Annotated[float, Field(ge=-1, le=1, allow_inf_nan=False)]
 _Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 _Keys = Annotated[list[str], Field(default_factory=list, max_length=_MAX_KEYS, fail_fast=True)]
@@ -272,17 +236,21 @@ class ImageInput(Strict):
     """An image, or crops of it, each of which is a view of the query."""
 
     data: Annotated[bytes, BeforeValidator(base64_content), WithJsonSchema(_DATA_SCHEMA)]
-    crops: list[Annotated[Box, BeforeValidator(_box), WithJsonSchema(_CROP_SCHEMA)]]
+    crops: Annotated[
+        list[_Crop], Field(default_factory=list, max_length=Settings.max_crops, fail_fast=True)
+    ]
 
 
 class SearchFields(Strict):
-    """Options of a search, without the limits of a service, which `search_models` adds."""
+    """Options of a search."""
 
-    limits: ClassVar[Settings]
-    max_views: ClassVar[int]
-
-    k: int | None
-    offset: int | None
+    k: Annotated[_AtLeast1 | None, Field(description="Maximum number of hits, or groups.")] = (
+        Settings.default_k
+    )
+    offset: Annotated[
+        _AtLeast0 | None,
+        Field(description="Number of top hits, or groups, to skip; offset + k has the limit of k."),
+    ] = None
     min_score: Annotated[
         _Score | None, Field(description="Omit hits below this cosine similarity.")
     ] = None
@@ -308,7 +276,13 @@ class SearchFields(Strict):
             "their best item."
         ),
     ] = None
-    group_size: int | None
+    group_size: Annotated[
+        _AtLeast1 | None,
+        Field(
+            description="Maximum number of items in each group; default 1. k * group_size has the "
+            "limit of k."
+        ),
+    ] = None
     distinct: Annotated[
         Distinct,
         WrapValidator(_distinct),
@@ -329,11 +303,22 @@ class SearchFields(Strict):
             "0.3 is already strong."
         ),
     ] = None
-    boost: Annotated[Boost | None, BeforeValidator(_boost), WithJsonSchema(_BOOST_SCHEMA)] = None
+    boost: Annotated[
+        Annotated[str, _parsed_by(types.boost_of)] | None,
+        Field(
+            description="NAME:WEIGHT or NAME:WEIGHT:FROM:TO: rank by score + weight * a numeric "
+            "attribute, scaled to 0..1 by its range in the gallery or by FROM and TO; weights from "
+            f"{-types.MAX_BOOST} to {types.MAX_BOOST}. Scores do not change.",
+            examples=["price:-0.1", "price:-0.1:0:50"],
+        ),
+    ] = None
     sort_by: Annotated[
-        SortBy | None,
-        BeforeValidator(_sort_by),
-        WithJsonSchema(_SORT_SCHEMA),
+        Annotated[str, _parsed_by(types.sort_by_of)] | None,
+        Field(
+            description="NAME, NAME:asc or NAME:desc: sort the best 200 by an attribute; items "
+            "without it come last. Scores do not change.",
+            examples=["price", "price:desc"],
+        ),
     ] = None
     facets: Annotated[
         list[str],
@@ -348,19 +333,18 @@ class SearchFields(Strict):
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
-        limits = self.limits
-        k, offset, size = self.k or limits.default_k, self.offset or 0, self.group_size or 1
-        if offset + k > limits.max_k:
+        k, offset, size = self.k or Settings.default_k, self.offset or 0, self.group_size or 1
+        if offset + k > Settings.max_k:
             raise custom_error(
-                f"offset + k = {offset + k:,} is above the limit of {limits.max_k:,}; request "
+                f"offset + k = {offset + k:,} is above the limit of {Settings.max_k:,}; request "
                 "fewer, or narrow the search with a filter."
             )
-        if k * size > limits.max_k:
+        if k * size > Settings.max_k:
             raise custom_error(
-                f"k * group_size = {k * size:,} is above the limit of {limits.max_k:,}; request "
+                f"k * group_size = {k * size:,} is above the limit of {Settings.max_k:,}; request "
                 "fewer groups or fewer items in each."
             )
-        if self.sort_by is not None and self.min_probability is not None:
+        if self.sort_by and self.min_probability is not None:
             raise custom_error(
                 "min_probability cannot be combined with sort_by. Send min_score with sort_by, or "
                 "omit one of them."
@@ -376,11 +360,9 @@ class SearchFields(Strict):
 
     def query(self) -> Query:
         """Convert to a query. Raises: FilterError."""
-        grouping = None
-        if self.group_by:
-            grouping = Grouping(self.group_by, self.group_size or 1)
+        grouping = Grouping(self.group_by, self.group_size or 1) if self.group_by else None
         return Query(
-            k=self.k or self.limits.default_k,
+            k=self.k or Settings.default_k,
             offset=self.offset or 0,
             min_score=self.min_score,
             min_probability=self.min_probability,
@@ -390,8 +372,8 @@ class SearchFields(Strict):
             exact=self.exact,
             facets=tuple(dict.fromkeys(self.facets)),
             diversity=self.diversity or 0.0,
-            boost=self.boost,
-            sort_by=self.sort_by,
+            boost=types.boost_of(self.boost) if self.boost else None,
+            sort_by=types.sort_by_of(self.sort_by) if self.sort_by else None,
         )
 
 
@@ -416,7 +398,10 @@ class SearchRequest(SearchFields):
     ] = "mean"
     positives: Annotated[_Keys, Field(description="Keys of liked items.")]
     negatives: Annotated[_Keys, Field(description="Keys of disliked items.")]
-    images: list[ImageInput]
+    images: Annotated[
+        list[ImageInput],
+        Field(default_factory=list, max_length=Settings.max_images, fail_fast=True),
+    ]
 
     @model_validator(mode="after")
     def _has_views(self) -> Self:
@@ -431,9 +416,9 @@ class SearchRequest(SearchFields):
     def query(self) -> Query:
         """Convert to a query. Raises: FilterError, InvalidParameterError."""
         views = sum([max(1, len(image.crops)) for image in self.images])
-        _check(_VIEWS, views, self.max_views)
+        _check(_VIEWS, views, Settings.max_views)
         if self.combine == "best":
-            depth = (self.offset or 0) + (self.k or self.limits.default_k)
+            depth = (self.offset or 0) + (self.k or Settings.default_k)
             _check("hits", views * depth * (self.group_size or 1), MAX_HITS)
         return replace(
             super().query(),
@@ -451,89 +436,43 @@ class SearchRequest(SearchFields):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class SearchModels:
-    """The models of one service: of the options of a search, and of a search with images."""
-
-    fields: type[SearchFields]
-    request: type[SearchRequest]
-
-
-def search_models(limits: Settings) -> SearchModels:
-    """Make the models with the limits of the settings, which their JSON schemas show too."""
-
-    def number(least: int, text: str, default: int | None = None) -> Any:
-        kind = Annotated[int, Field(ge=least, le=limits.max_k)]
-        return Annotated[kind | None, Field(description=text)], default
-
-    def few(kind: Any, most: int) -> Any:
-        return Annotated[list[kind], Field(default_factory=list, max_length=most, fail_fast=True)]
-
-    numbers = {
-        "k": number(1, "Maximum number of hits, or groups.", limits.default_k),
-        "offset": number(
-            0, "Number of top hits, or groups, to skip; offset + k has the limit of k."
-        ),
-        "group_size": number(
-            1,
-            "Maximum number of items in each group; default 1. k * group_size has the limit of k.",
-        ),
-    }
-    crop = Annotated[Box, BeforeValidator(_box), WithJsonSchema(_CROP_SCHEMA)]
-    image = create_model("ImageInput", __base__=ImageInput, crops=few(crop, limits.max_crops))
-    fields = create_model("SearchFields", __base__=SearchFields, **numbers)
-    request = create_model(
-        "SearchRequest", __base__=SearchRequest, **numbers, images=few(image, limits.max_images)
-    )
-    for model in (fields, request):
-        model.limits, model.max_views = limits, limits.max_views
-    return SearchModels(fields, request)
-
-
-F = TypeVar("F", bound=SearchFields)
-R = TypeVar("R")
-
-
-async def read_search(request: Request, runtime: Runtime, models: SearchModels) -> Query:
+async def read_search(request: Request) -> Query:
     """Read a search from a request.
 
     Raises: HTTPException (400, 415), RequestValidationError, KinlensError.
     """
-    readers = {FORM: _from_form, IMAGE: _from_raw, RAW: _from_raw, JSON: _from_json}
-    body, reader = await _body(request, readers)
+    body, kind = await bodies.read_body(request, FORM, IMAGE, RAW, JSON)
     query_length = len(request.scope["query_string"])
     short = len(body) + query_length <= INLINE_BYTES or (
         # an image that is faster to parse here than to hand to a thread
-        reader is not _from_json
+        kind != JSON
         and len(body) <= _INLINE_IMAGE
         and query_length <= INLINE_BYTES
         and body.count(b"\n--") <= _INLINE_PARTS
     )
-    return await _read_query(lambda: reader(request, body, models.request), runtime, short=short)
+    return await _read_query(request, lambda: _search_of(request, body, kind), short=short)
 
 
-async def read_batch(
-    request: Request, runtime: Runtime, models: SearchModels
-) -> list[Query | Exception]:
+async def read_batch(request: Request) -> list[Query | Exception]:
     """Read a batch of searches; an invalid query is replaced by its error.
 
     Raises: HTTPException (400, 415), RequestValidationError, KinlensError.
     """
-    body, reader = await _body(request, {JSON: _batch_from_json, FORM: _batch_from_form})
-    return await off_loop(runtime, lambda: reader(request, body, models.request), short=False)
+    body, kind = await bodies.read_body(request, JSON, FORM)
+    return await bodies.off_loop(
+        request,
+        lambda: _batch_of_json(body) if kind == JSON else _batch_of_form(request, body),
+    )
 
 
-async def read_fields(pairs: Pairs, runtime: Runtime, models: SearchModels) -> Query:
+async def read_fields(request: Request, pairs: Pairs) -> Query:
     """Read a query without images from a query string.
 
     Raises: RequestValidationError, KinlensError.
     """
     length = sum(len(name) + len(value) for name, value in pairs)
-    return await _read_query(
-        lambda: checked(models.fields, _fields(pairs)),
-        runtime,
-        short=length <= INLINE_BYTES,
-    )
+    short = length <= INLINE_BYTES
+    return await _read_query(request, lambda: checked(SearchFields, _fields(pairs)), short=short)
 
 
 async def charge(request: Request, queries: Sequence[Query | Exception]) -> None:
@@ -545,81 +484,71 @@ async def charge(request: Request, queries: Sequence[Query | Exception]) -> None
     await account_of(request.scope).owe(units)
 
 
-async def _read_query(read: Callable[[], SearchFields], runtime: Runtime, *, short: bool) -> Query:
+async def _read_query(request: Request, read: Callable[[], SearchFields], *, short: bool) -> Query:
     """Read fields with `read` and convert them to a query, on the event loop if they are `short`.
 
     Filters have their own limit: 4 KiB take 12 ms to parse, 100 times as long as other fields. One
     thread parses all long filters, so they cannot use more than their share of the GIL. Their
     length is only known after parsing, since a body can spell a field name in several ways.
     """
-    fields = read() if short else await off_loop(runtime, read, short=False)
+    fields = read() if short else await bodies.off_loop(request, read)
     if fields.has_short_filter:
-        return fields.query() if short else await off_loop(runtime, fields.query, short=False)
+        return fields.query() if short else await bodies.off_loop(request, fields.query)
+    runtime: Runtime = request.app.state.runtime
     return await runtime.read("the filter", fields.query, "filter")
 
 
-async def _body(request: Request, readers: Mapping[str, R]) -> tuple[bytes, R]:
-    """The body of a request and the reader for its content type. Raises: HTTPException (415)."""
-    body, kind = await request.body(), media_type_of(request)
-    reader = readers.get(IMAGE if kind.startswith("image/") else kind)
-    if reader is None:
-        raise HTTPException(
-            415,
-            f"Content-Type = {kind[:_SHOWN]!r} is not supported here; send {', '.join(readers)}.",
-        )
-    return body, reader
+def _search_of(request: Request, body: bytes, kind: str) -> SearchRequest:
+    pairs, images = request.query_params.multi_items(), [body]
+    if kind == FORM:
+        images, fields = read_form(request, body)
+        pairs += fields
+    return _of_pairs(pairs, images) if kind != JSON else _of_json(bodies.parse_object(body), pairs)
 
 
-def _from_form(request: Request, body: bytes, model: type[SearchRequest]) -> SearchRequest:
-    images, pairs = read_form(request, body)
-    return _with_images([*request.query_params.multi_items(), *pairs], images, model)
-
-
-def _from_raw(request: Request, body: bytes, model: type[SearchRequest]) -> SearchRequest:
-    return _with_images(request.query_params.multi_items(), [body], model)
-
-
-def _from_json(request: Request, body: bytes, model: type[SearchRequest]) -> SearchRequest:
-    payload, fields = parse_object(body), _fields(request.query_params.multi_items())
+def _of_json(payload: dict[str, Any], pairs: Pairs) -> SearchRequest:
+    fields = _fields(pairs)
     for name in fields.keys() & payload.keys():
         raise fault(name, f"{name} was sent twice; send it once, in the query string or the body.")
     if fields:
-        read = checked(model, fields)
+        read = checked(SearchRequest, fields)
         fields = {name: getattr(read, name) for name in read.model_fields_set}
-    return _not_empty(checked(model, {**fields, **payload}, strict=True))
+    return _not_empty(checked(SearchRequest, {**fields, **payload}, strict=True))
 
 
-def _batch_from_json(
-    _: Request, body: bytes, model: type[SearchRequest]
-) -> list[Query | Exception]:
-    payload = parse_object(body)
+def _of_pairs(pairs: Pairs, images: Sequence[bytes]) -> SearchRequest:
+    """The search with the crops in `pairs` for each image; errors use the names of form fields."""
+    fields = _fields(pairs)
+    crops = fields.pop("crops", [])
+    sent = [{"data": data, "crops": crops} for data in images]
+    return _not_empty(checked(SearchRequest, {**fields, "images": sent}, _form_name))
+
+
+def _batch_of_json(body: bytes) -> list[Query | Exception]:
+    payload = bodies.parse_object(body)
     raw = payload.get("queries")
     if payload.keys() != {"queries"} or not isinstance(raw, list) or not raw:
         raise fault("queries", 'queries must be a list of searches; send {"queries": [{…}]}.')
-    _check("queries", len(raw), model.limits.max_batch_queries)
-    queries = [_one_of_batch(value, model) for value in raw]
-    _check_amounts([query for query in queries if isinstance(query, Query)], model.limits)
+    _check("queries", len(raw), Settings.max_batch_queries)
+    queries: list[Query | Exception] = []
+    for value in raw:
+        try:
+            queries.append(_not_empty(checked(SearchRequest, value, strict=True)).query())
+        except (RequestValidationError, KinlensError) as error:
+            queries.append(error)
+    _check_amounts([query for query in queries if isinstance(query, Query)])
     return queries
 
 
-def _one_of_batch(value: Any, model: type[SearchRequest]) -> Query | Exception:
-    try:
-        return _not_empty(checked(model, value, strict=True)).query()
-    except (RequestValidationError, KinlensError) as error:
-        return error
-
-
-def _batch_from_form(
-    request: Request, body: bytes, model: type[SearchRequest]
-) -> list[Query | Exception]:
+def _batch_of_form(request: Request, body: bytes) -> list[Query | Exception]:
     images, pairs = read_form(request, body)
     if not images:
         raise _empty_query()
-    _check("queries", len(images), model.limits.max_batch_queries)
-    search = _with_images(pairs, images[:1], model)
+    _check("queries", len(images), Settings.max_batch_queries)
+    search = _of_pairs(pairs, images[:1])
     shared, crops = search.query(), search.images[0].crops
-    queries = [shared.with_views(views_of(data, crops)) for data in images]
-    _check_amounts(queries, model.limits)
+    queries = [replace(shared, views=views_of(data, crops)) for data in images]
+    _check_amounts(queries)
     return list(queries)
 
 
@@ -663,16 +592,6 @@ def _fields(pairs: Pairs) -> dict[str, Any]:
     return fields
 
 
-def _with_images(
-    pairs: Pairs, images: Sequence[bytes], model: type[SearchRequest]
-) -> SearchRequest:
-    """The search with the crops in `pairs` for each image; errors use the names of form fields."""
-    fields = _fields(pairs)
-    crops = fields.pop("crops", [])
-    sent = [{"data": data, "crops": crops} for data in images]
-    return _not_empty(checked(model, {**fields, "images": sent}, _form_name))
-
-
 def _form_name(location: Sequence[str | int]) -> str:
     if location[:1] == ("images",):
         return "crop" if "crops" in location else "image"
@@ -693,10 +612,9 @@ def _empty_query() -> RequestValidationError:
     )
 
 
-def _check_amounts(queries: Sequence[Query], limits: Settings) -> None:
+def _check_amounts(queries: Sequence[Query]) -> None:
     """Check the totals over all queries of a request. Raises: InvalidParameterError."""
-    _check("queries", len(queries), limits.max_batch_queries)
-    _check(_VIEWS, sum(len(query.views) for query in queries), limits.max_views)
+    _check(_VIEWS, sum(len(query.views) for query in queries), Settings.max_views)
     hits = sum(query.k * (query.grouping.size if query.grouping else 1) for query in queries)
     _check("hits", hits, MAX_HITS)
 

@@ -1,7 +1,7 @@
-"""The outer middleware: host and path of a request; headers, log and compression of its answer.
+"""The middleware for host and path of a request; headers, log and compression of its answer.
 
-Edge ─► CORS ─► BodyLimit ─► Compression ─► router
-400, 308
+BodyLimit ─► Edge ─► CORS ─► Compression ─► router
+             400, 308
 """
 
 import random
@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kinlens.service.access.prefix import forwarded_prefix, public_path, set_prefix
 from kinlens.service.access.rates import Account, Addresses, client_address
-from kinlens.service.http.bodies import bounds_of, refusal_of_head, refuse
+from kinlens.service.http.bodies import refusal_of_head
 from kinlens.service.observe.metrics import Metrics
 from kinlens.service.observe.tracing import trace_fields
 from kinlens.service.problems import BAD_REQUEST, UNKNOWN_HOST, problem, request_id_of
@@ -67,7 +67,6 @@ class Edge:
         # links of the same answer.
         is_set = settings.trusted_proxies or settings.prefix
         self._prefixing = self._addresses if is_set else Addresses(_THIS_MACHINE)
-        self._drain_bytes = bounds_of(settings).largest
         headers = dict(SECURITY_HEADERS)
         if settings.cors_origins:
             headers["Cross-Origin-Resource-Policy"] = "cross-origin"  # images on their pages
@@ -112,7 +111,7 @@ class Edge:
             # Relative links of the page need the slash.
             answer = Response(status_code=308, headers={"Location": public_path("/")})
         if answer is not None:
-            await refuse(answer, scope, receive, send, drain_bytes=self._drain_bytes)
+            await answer(scope, receive, send)
             return
         # A copy, since the server omits the body of a HEAD answer by the method of the original.
         is_head = scope["method"] == "HEAD"

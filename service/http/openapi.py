@@ -14,6 +14,7 @@ from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 
 from kinlens.embedder import errors
+from kinlens.embedder.errors import KinlensError
 from kinlens.models import Fault, Problem, Scope
 from kinlens.service.access import keys
 from kinlens.service.access.prefix import public_path
@@ -52,12 +53,10 @@ _REFUSED: dict[Extent, str] = {
     "galleries": " Refused to keys with a filter.",
     "service": " Refused to keys that are bound to galleries.",
 }
-_REFUSALS = (
-    PROBLEM_TYPES[errors.AccessError],
-    PROBLEM_TYPES[errors.KeyMissingError],
-    PROBLEM_TYPES[errors.ScopeError],
-    PROBLEM_TYPES[errors.RateLimitedError],
-)  # of operations that need a scope
+_OF_ALL = (UNKNOWN_HOST, BAD_REQUEST, INTERNAL)
+_REFUSALS = (  # of operations that need a scope
+    *(errors.AccessError, errors.KeyMissingError, errors.ScopeError, errors.RateLimitedError),
+)
 _OF_BODIES = (BODY_TOO_SLOW, BODY_TOO_LARGE, UNSUPPORTED_MEDIA)
 _PROBLEM = {"$ref": "#/components/schemas/Problem"}
 _RETRY_AFTER = {"Retry-After": {"schema": {"type": "integer"}, "description": "Seconds to wait."}}
@@ -77,12 +76,11 @@ _TEXTS = {
 }
 
 
-def problems(*kinds: ProblemType) -> dict[int | str, dict[str, Any]]:
-    """The `responses=` of a route: these problems and the ones that every route can return."""
+def problems(*kinds: ProblemType | type[KinlensError]) -> dict[int | str, dict[str, Any]]:
+    """The `responses=` of a route: these problems or errors, and those of every route."""
     responses: dict[int | str, dict[str, Any]] = {}
-    for kind in sorted(
-        {*kinds, UNKNOWN_HOST, BAD_REQUEST, INTERNAL}, key=lambda k: (k.status, k.slug)
-    ):
+    found = {kind if isinstance(kind, ProblemType) else PROBLEM_TYPES[kind] for kind in kinds}
+    for kind in sorted({*found, *_OF_ALL}, key=lambda kind: (kind.status, kind.slug)):
         response = responses.setdefault(
             kind.status,
             {
@@ -184,7 +182,9 @@ def _add_security(document: dict[str, Any], app: FastAPI, anonymous: Iterable[Sc
             _add_problems(operation, _REFUSALS)
 
 
-def _add_problems(operation: dict[str, Any], kinds: Sequence[ProblemType]) -> None:
+def _add_problems(
+    operation: dict[str, Any], kinds: Sequence[ProblemType | type[KinlensError]]
+) -> None:
     """Add to the answers of an operation, which may share them with others."""
     for status, response in problems(*kinds).items():
         known = operation["responses"].get(str(status), response)

@@ -11,7 +11,7 @@ and the registry of galleries enforces it.
 import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
 from typing import Any, Literal, TypeVar, cast
@@ -26,16 +26,8 @@ from starlette.routing import BaseRoute, Match
 from starlette.types import Scope
 
 from kinlens import models
-from kinlens.embedder.errors import (
-    AccessError,
-    KeyMissingError,
-    KeysUnreadableError,
-    KinlensError,
-    OverloadedError,
-    RateLimitedError,
-    ScopeError,
-    StateError,
-)
+from kinlens.embedder import errors
+from kinlens.embedder.errors import AccessError, KeyMissingError, KinlensError, StateError
 from kinlens.service.access import keys
 from kinlens.service.access.audit import AuditLog, Change, warn
 from kinlens.service.access.binding import calling
@@ -80,9 +72,10 @@ _SHOWN_CHARACTERS = 64
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The requirements of a route; scope None is public.
+    """The requirements of a route; a decorator declares them for its function.
 
     Attributes:
+        scope: None is public.
         stores: whether it stores data although the scope `search` is enough.
         is_counted: whether its requests are charged to a rate.
     """
@@ -90,25 +83,16 @@ class Rule:
     scope: models.Scope | None
     extent: Extent
     body: BodyKind = "plain"
-    stores: bool = False
-    is_counted: bool = True
+    stores: bool = field(default=False, kw_only=True)
+    is_counted: bool = field(default=True, kw_only=True)
 
-
-def rule(
-    scope: models.Scope | None,
-    extent: Extent,
-    body: BodyKind = "plain",
-    *,
-    stores: bool = False,
-    is_counted: bool = True,
-) -> Callable[[F], F]:
-    """Declare the rule of the route that is made from the function below."""
-
-    def declare(function: F) -> F:
-        vars(function)["rule"] = Rule(scope, extent, body, stores, is_counted)
+    def __call__(self, function: F) -> F:
+        """Declare this rule for the route that is made from `function`."""
+        vars(function)["rule"] = self
         return function
 
-    return declare
+
+rule = Rule
 
 
 class Route(APIRoute):
@@ -213,7 +197,7 @@ class Admission:
                 await self._recognize(scope, rule)
         except StateError as error:
             structlog.get_logger().error("keys cannot be read", detail=str(error))
-            raise KeysUnreadableError(_UNREADABLE_TEXT) from error
+            raise errors.KeysUnreadableError(_UNREADABLE_TEXT) from error
         if rule.scope is not None and rule.is_counted:
             await self._count(scope)
         key: keys.Key | None = scope["state"].get("key")
@@ -261,7 +245,7 @@ class Admission:
         try:
             async with asyncio.timeout(_AUDIT_S):
                 await asyncio.shield(writing)
-        except OverloadedError:
+        except errors.OverloadedError:
             warn(change, f"{_UNWRITTEN:,} changes wait to be written")
         except TimeoutError:  # the thread continues
             structlog.get_logger().warning("audit log is slow", limit_s=_AUDIT_S)
@@ -287,7 +271,7 @@ class Admission:
             key = await self._created(scope, text)
         scope["state"] |= {"principal": key.name, "key": key}
         if needed not in keys.allowed(key.scopes):
-            raise ScopeError(
+            raise errors.ScopeError(
                 f"The key {key.name} has the scopes {', '.join(key.scopes)}; this needs {needed}. "
                 f"Create one with kinlens-serve keys create NAME --scope {needed}."
             )
@@ -319,7 +303,7 @@ class Admission:
         """
         verdict = await self._rates.hit("failure", client_address(scope))
         if not verdict.allowed:
-            raise RateLimitedError(
+            raise errors.RateLimitedError(
                 f"This address sent too many unknown API keys. Try again in "
                 f"{verdict.retry_after_s} s.",
                 verdict.retry_after_s,

@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
@@ -31,7 +31,7 @@ from kinlens.embedder.types import Embeddings, Hit, ItemId
 from kinlens.indexer.calibration import Calibrated, Shares, choose
 from kinlens.indexer.gallery import Gallery as IndexedGallery
 from kinlens.indexer.gallery import MilvusStore
-from kinlens.indexer.types import Facet, Group, Item, SearchOptions, combined_query, no_checkpoint
+from kinlens.indexer.types import Group, Item, SearchOptions, combined_query, no_checkpoint
 from kinlens.service.concurrency import DaemonThreads, SearchThreads, too_late, within
 from kinlens.service.encoding.cache import Cache, Lookup, answer_key
 from kinlens.service.encoding.model import Stages, View
@@ -41,14 +41,7 @@ from kinlens.service.galleries.registry import FILTERED, Registry, Served
 from kinlens.service.galleries.view import GalleryView
 from kinlens.service.observe.metrics import Metrics
 from kinlens.service.observe.tracing import record_wait, span
-from kinlens.service.search.query import (
-    Answer,
-    HitRenderer,
-    Query,
-    encode_results,
-    nearness,
-    uncalibrated,
-)
+from kinlens.service.search.query import Answer, Found, Query, nearness, uncalibrated
 from kinlens.values import single
 
 _LIMITED = ("The search", "Ask for fewer results or try again in a second.")
@@ -217,17 +210,7 @@ class Pipeline:
             before = time.perf_counter()
             with served.reading(), span("search"):
                 found = find(served, query, vectors, calibrated, self._prior, cancel_token)
-            results = encode_results(
-                HitRenderer(served.name, gallery.generation),
-                found.hits,
-                found.groups,
-                match=found.match,
-                by="" if query.grouping is None else query.grouping.by,
-                shares=found.shares,
-                none=found.none,
-                views=found.views,
-                facets=found.facets,
-            )
+            results = found.encoded(served.name, gallery.generation, _grouped_by(query))
             stages = replace(stages, search=(time.perf_counter() - before) * 1e3)
             # If the version has changed, the results may be from a later version.
             if not served.is_remote and gallery.version == version:
@@ -297,39 +280,13 @@ class Pipeline:
         if not missing:
             return [vector for vector in cached if vector is not None], Stages()
         computed, stages = encoder.compute(missing, guard)
-        if len(missing) == len(cached):
-            return list(computed), stages
-        rest = iter(computed)
-        vectors = [next(rest) if vector is None else vector for vector in cached]
-        return vectors, stages
+        new = iter(computed)
+        return [next(new) if vector is None else vector for vector in cached], stages
 
     def _observe(self, stages: Stages) -> None:
         for stage in ("decode", "embed", "search", "total"):
             if milliseconds := getattr(stages, stage):
                 self._metrics.observe_stage(stage, milliseconds / 1e3)
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """What a search found; `groups` is None unless the query asks for groups.
-
-    match: whether anything matches, also on an earlier page.
-    vector, options, ranked: the query and its full result list, kept for the recall sampler.
-    views: with `Query.best_view`, the view that found each hit, or the best hit of each group.
-    facets: the requested counts.
-    shares, none: the probabilities of the hits, and the probability that none of them is right.
-    """
-
-    hits: Sequence[Hit]
-    groups: Sequence[Group] | None
-    match: bool
-    vector: Vector
-    options: SearchOptions
-    ranked: Sequence[Hit] | None
-    facets: Mapping[str, Facet]
-    views: Mapping[ItemId, View] | None = None
-    shares: Shares | None = None
-    none: float | None = None
 
 
 def find(
@@ -360,36 +317,57 @@ def find(
         sort_by=query.sort_by,
         checkpoint=cancel_token.check,
     )
-    # Probabilities come from the best hits of all items: a filter makes no product likelier.
-    of_all = None
-    if not isinstance(calibrated, str):
-        of_all = SearchOptions(exclude=exclude, exact=query.exact, checkpoint=cancel_token.check)
-    is_of_all = query.grouping is None and options == of_all  # then one search is enough
-    depth = max(query.k, CANDIDATES) if is_of_all else query.k
-    best, groups, views = _search(gallery, query, targets, depth, options)
-    hits = ranked = best[: query.k]
-    shares = none = None
-    if not isinstance(calibrated, str) and of_all is not None:
-        if not query.views and isinstance(gallery, IndexedGallery):
-            prior = _prior_of(gallery, calibrated.product, positives, prior)
-        if not is_of_all:
-            plain = replace(query, grouping=None)
-            best = _search(gallery, plain, targets, CANDIDATES, of_all)[0]
-        shown = [*ranked, *(hit for group in groups or () for hit in group.hits)]
-        shares = Shares(calibrated, prior, best, shown)
-        by = "" if query.grouping is None else query.grouping.by
-        if (least := query.min_probability) is not None:
-            hits = [hit for hit in ranked if shares.of(hit) >= least]
-            groups = groups and [one for one in groups if shares.of_group(one, by) >= least]
-        none = shares.of_none(hits, groups, by)
-    match = bool(hits or groups)
+    if (
+        not query.views
+        and isinstance(gallery, IndexedGallery)
+        and isinstance(calibrated, Calibrated)
+    ):
+        prior = _prior_of(gallery, calibrated.product, positives, prior)
+    found = _page(gallery, query, targets, options, calibrated, prior)
+    match = bool(found.hits or found.groups)
     if not match and query.offset:  # past the end of what matches?
-        few = 1 if query.min_probability is None else CANDIDATES
-        first = replace(query, k=few, offset=0, facets=())
-        match = find(served, first, vectors, calibrated, prior, cancel_token).match
-    counts = gallery.facets(query.facets, targets, options) if query.facets else {}
-    measurable = ranked if groups is None and views is None else None
-    return Found(hits, groups, match, targets[0], options, measurable, counts, views, shares, none)
+        first = replace(query, k=1 if query.min_probability is None else CANDIDATES)
+        start = _page(gallery, first, targets, replace(options, offset=0), calibrated, prior)
+        match = bool(start.hits or start.groups)
+    facets = gallery.facets(query.facets, targets, options) if query.facets else {}
+    return replace(found, match=match, facets=facets)
+
+
+def _page(
+    gallery: Gallery,
+    query: Query,
+    targets: Embeddings,
+    options: SearchOptions,
+    calibrated: Calibrated | str,
+    prior: float,
+) -> Found:
+    """One page of hits or groups with their probabilities."""
+    # Probabilities come from the best hits of all items: a filter makes no product likelier.
+    of_all = SearchOptions(
+        exclude=options.exclude, exact=options.exact, checkpoint=options.checkpoint
+    )
+    is_of_all = query.grouping is None and options == of_all  # then one search is enough
+    is_deep = is_of_all and not isinstance(calibrated, str)
+    depth = max(query.k, CANDIDATES) if is_deep else query.k
+    best, groups, views = _search(gallery, query, targets, depth, options)
+    hits = best[: query.k]
+    measurable = hits if groups is None and views is None else None
+    found = Found(hits, groups, targets[0], options, measurable, views)
+    if isinstance(calibrated, str):
+        return found
+    if not is_of_all:
+        best = _search(gallery, replace(query, grouping=None), targets, CANDIDATES, of_all)[0]
+    answered = [*hits, *(hit for group in groups or () for hit in group.hits)]
+    shares, by = Shares(calibrated, prior, best, answered), _grouped_by(query)
+    if (least := query.min_probability) is not None:
+        hits = [hit for hit in hits if shares.of(hit) >= least]
+        groups = groups and [group for group in groups if shares.of_group(group, by) >= least]
+    none = shares.of_none(hits, groups, by)
+    return replace(found, hits=hits, groups=groups, shares=shares, none=none)
+
+
+def _grouped_by(query: Query) -> str:
+    return "" if query.grouping is None else query.grouping.by
 
 
 def _search(
@@ -506,11 +484,6 @@ class RecallSampler:
         self._offered = 0
         self._threads = DaemonThreads("recall", 1)
         self._running = threading.Lock()
-
-    @property
-    def is_running(self) -> bool:
-        """Whether a search is being repeated now."""
-        return self._running.locked()
 
     def offer(self, gallery: str, k: int, found: Found, version: str) -> None:
         """Count a search, and repeat it in the background if it is sampled. Does not block."""

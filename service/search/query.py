@@ -5,11 +5,13 @@ the form that is cached.
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import floor
 from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic_core import to_json
 
 from kinlens.embedder.errors import InvalidParameterError
@@ -19,7 +21,15 @@ from kinlens.indexer.calibration import Shares
 from kinlens.indexer.checks.duplicates import LEAST_SCORE, near_score
 from kinlens.indexer.filters.tree import Filter
 from kinlens.indexer.gallery import Gallery
-from kinlens.indexer.types import Boost, Facet, Group, Grouping, SortBy, VectorStore
+from kinlens.indexer.types import (
+    Boost,
+    Facet,
+    Group,
+    Grouping,
+    SearchOptions,
+    SortBy,
+    VectorStore,
+)
 from kinlens.service.encoding.model import Stages, View
 from kinlens.service.galleries.links import plain_link
 from kinlens.service.galleries.view import GalleryView
@@ -79,16 +89,11 @@ class Query:
     def digest(self) -> str:
         """sha256 (hex) of everything but the gallery: equal queries have equal digests."""
         views = [(view.digest, view.box or ()) for view in self.views]
-        # With `best_view` the answer names the view of each hit. A mean does not depend on order.
-        numbers = [view.number for view in self.views] if self.best_view else None
-        parts = (views if self.best_view else sorted(views), numbers, self._rest)
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-
-    @cached_property
-    def _rest(self) -> str:
-        """sha256 (hex) of all parameters but the views; a long filter takes 20 ms."""
         grouping = self.grouping
         parts = (
+            # With `best_view` the answer names the view of each hit. A mean needs no order.
+            views if self.best_view else sorted(views),
+            [view.number for view in self.views] if self.best_view else None,
             sorted(self.positives),
             sorted(self.negatives),
             (self.like, self.generation),
@@ -97,19 +102,10 @@ class Query:
             None if self.where is None else repr(self.where),
             None if grouping is None else (grouping.by, grouping.size),
             (self.distinct, self.exact),
-            self.best_view,
             self.facets,
             (float(self.diversity) + 0.0, repr(self.boost), repr(self.sort_by)),
         )
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-
-    def with_views(self, views: tuple[View, ...]) -> "Query":
-        """A copy with other views that shares the digest of the other parameters, since that is
-        slow to compute.
-        """
-        query = replace(self, views=views)
-        vars(query)["_rest"] = self._rest  # fill the cached property of the copy
-        return query
 
 
 def views_of(data: bytes, boxes: Sequence[Box] = (), number: int = 1) -> tuple[View, ...]:
@@ -137,85 +133,78 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class HitRenderer:
-    """Renders hits of gallery `name` as JSON values; image links are of one generation."""
+class Found:
+    """What a search found; `groups` is None unless the query asks for groups.
 
-    name: str
-    generation: str
+    vector, options, ranked: the query and its full result list, for the recall sampler; `ranked`
+        is None if the recall of the search cannot be measured.
+    views: with `Query.best_view`, the view that found each hit, or the best hit of each group.
+    shares, none: the probabilities of the hits, and the probability that none of them is right.
+    match: whether anything matches, also on an earlier page.
+    facets: the requested counts.
+    """
 
-    def hits(self, hits: Sequence[Hit], shares: Shares | None) -> list[dict[str, Any]]:
-        """Ranked hits as JSON values; without `shares` their probability is null."""
+    hits: Sequence[Hit]
+    groups: Sequence[Group] | None
+    vector: NDArray[np.float32]
+    options: SearchOptions
+    ranked: Sequence[Hit] | None
+    views: Mapping[ItemId, View] | None
+    shares: Shares | None = None
+    none: float | None = None
+    match: bool = False
+    facets: Mapping[str, Facet] = field(default_factory=dict)
+
+    def encoded(self, gallery: str, generation: str, by: str) -> bytes:
+        """The cacheable part of an answer as JSON bytes; groups have equal values of `by`."""
         # Without a call for each hit; the name is quoted, so it contains no slash.
-        start, end = plain_link(self.name, 0, self.generation).split("/0/")
-        return [
-            {
-                "id": hit.id,
-                "key": hit.key,
-                "score": floor(hit.score * 1e6 + 1e-6) / 1e6,  # as `_floored`
-                "probability": None if shares is None else _floored(shares.of(hit), 4),
-                "attributes": hit.attributes,
-                "image": f"{start}/{hit.id}/{end}",
-            }
-            for hit in hits
-        ]
+        start, end = plain_link(gallery, 0, generation).split("/0/")
+        shares, views = self.shares, self.views
 
-    def groups(
-        self, groups: Sequence[Group], by: str, shares: Shares | None
-    ) -> list[dict[str, Any]]:
-        """Ranked groups of attribute `by` as JSON values."""
-        return [
-            {
+        def listed(hits: Sequence[Hit]) -> list[dict[str, Any]]:
+            return [
+                {
+                    "id": hit.id,
+                    "key": hit.key,
+                    "score": floor(hit.score * 1e6 + 1e-6) / 1e6,  # as `_floored`
+                    "probability": None if shares is None else _floored(shares.of(hit), 4),
+                    "attributes": hit.attributes,
+                    "image": f"{start}/{hit.id}/{end}",
+                }
+                for hit in hits
+            ]
+
+        def grouped(group: Group) -> dict[str, Any]:
+            return {
                 "value": group.value,
                 "score": _floored(group.score, 6),
                 "probability": None if shares is None else _floored(shares.of_group(group, by), 4),
-                "hits": self.hits(group.hits, shares),
+                "hits": listed(group.hits),
             }
-            for group in groups
-        ]
+
+        hits = listed(self.hits)
+        groups = None if self.groups is None else [grouped(group) for group in self.groups]
+        if views is not None:
+            for row, hit in zip(hits, self.hits, strict=True):
+                row["view"] = _named(views[hit.id])
+            for row, group in zip(groups or [], self.groups or [], strict=True):
+                row["view"] = _named(views[group.hits[0].id])
+        results: dict[str, Any] = {
+            "count": len(hits if groups is None else groups),
+            "match": self.match,
+            "no_match_probability": None if self.none is None else _floored(self.none, 4),
+            "hits": hits,
+            "groups": groups,
+        }
+        if self.facets:
+            results["facets"] = {name: facet.described() for name, facet in self.facets.items()}
+        return to_json(results)
 
 
 def _floored(value: float, digits: int) -> float:
     """Round down, so probabilities sum to at most 1 and a hit passes its score as `min_score`."""
     scale = 10.0**digits
     return floor(value * scale + 1e-6) / scale
-
-
-def encode_results(
-    renderer: HitRenderer,
-    hits: Sequence[Hit],
-    groups: Sequence[Group] | None,
-    *,
-    match: bool,
-    by: str = "",
-    shares: Shares | None = None,
-    none: float | None = None,
-    views: Mapping[ItemId, View] | None = None,
-    facets: Mapping[str, Facet] | None = None,
-) -> bytes:
-    """The cacheable part of an answer as JSON bytes.
-
-    by: the attribute of the groups.
-    none: the probability that no result is right.
-    views: the view that found each hit, or the best hit of each group.
-    """
-    count = len(hits) if groups is None else len(groups)
-    shown = renderer.hits(hits, shares)
-    grouped = None if groups is None else renderer.groups(groups, by, shares)
-    if views is not None:
-        for row, hit in zip(shown, hits, strict=True):
-            row["view"] = _named(views[hit.id])
-        for row, group in zip(grouped or [], groups or [], strict=True):
-            row["view"] = _named(views[group.hits[0].id])
-    results: dict[str, Any] = {
-        "count": count,
-        "match": match,
-        "no_match_probability": None if none is None else _floored(none, 4),
-        "hits": shown,
-        "groups": grouped,
-    }
-    if facets:
-        results["facets"] = {name: facet.described() for name, facet in facets.items()}
-    return to_json(results)
 
 
 def _named(view: View) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from urllib.parse import urljoin
 import pytest
 import structlog
 
-from kinlens.service.http.bodies import bounds_of
+from kinlens.service.http.bodies import largest_body
 from kinlens.service.http.server import KEEP_ALIVE_S
 from kinlens.service.settings import Settings
 from tests.support.proxies import CADDY, HOST, NGINX, Proxy, started
@@ -127,7 +127,7 @@ def test_without_a_service_the_proxy_answers_503(setup, tmp_path) -> None:
 def test_limits_of_a_proxy_match_the_service(path: Path, names: tuple[str, str, str]) -> None:
     settings, text, (body, idle, answer) = Settings(), path.read_text(), names
     [size] = re.findall(body, text)
-    assert int(size) * 1024 == bounds_of(settings).largest
+    assert int(size) * 1024 == largest_body(settings)
     [kept_s] = re.findall(rf"{idle} (\d+)s", text)
     assert int(kept_s) < KEEP_ALIVE_S
     [waited_s] = re.findall(rf"{answer} (\d+)s", text)

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from kinlens.embedder.preprocess import ImageLimits
-from kinlens.service.settings import Settings
-from tests.support.market import keys, photo, post, start_market, text_of
+from tests.support.market import keys, photo, post, text_of
 from tests.support.shops import assert_problem
 
 GOOD = text_of(photo(4))
@@ -140,23 +139,19 @@ def test_a_body_without_a_json_object_is_400(market, body: bytes) -> None:
     assert_problem(send(market, "POST /search", body), 400, "bad-request")
 
 
-def test_limits_are_enforced_and_documented(tmp_path, closes, monkeypatch) -> None:
-    limits = {"max_images": 2, "max_crops": 1, "max_batch_queries": 3, "max_k": 9, "default_k": 5}
-    for name, limit in limits.items():
-        monkeypatch.setattr(Settings, name, limit)
-    shop = closes(start_market(tmp_path))
-    assert post(shop.running, IMAGES).json()["k"] == 5
-    assert post(shop.running, IMAGES | {"k": 9}).json()["count"] == 9
-    assert "use 9 or less" in refusal(post(shop.running, IMAGES | {"k": 10}))
-    assert "use 2 or fewer" in refusal(post(shop.running, {"images": [{"data": GOOD}] * 3}))
-    batch = post(shop.running, {"queries": [IMAGES] * 4}, "/search/batch")
-    assert "limit is 3" in refusal(batch)
-    paths = shop.client.get("/openapi.json").json()["paths"]
+def test_limits_are_enforced_and_documented(market) -> None:
+    assert post(market, IMAGES).json()["k"] == 20
+    assert post(market, IMAGES | {"k": 10_000}).status_code == 200
+    assert "use 10,000 or less" in refusal(post(market, IMAGES | {"k": 10_001}))
+    batch = post(market, {"queries": [IMAGES] * 65}, "/search/batch")
+    assert "limit is 64" in refusal(batch)
+    paths = market.client.get("/openapi.json").json()["paths"]
     content = paths["/search"]["post"]["requestBody"]["content"]
     schema = content["application/json"]["schema"]["properties"]
-    assert schema["images"]["maxItems"] == 2
-    assert schema["k"]["anyOf"][0]["maximum"] == 9
-    assert content["multipart/form-data"]["schema"]["properties"]["k"]["default"] == 5
+    assert schema["images"]["maxItems"] == 32
+    assert schema["images"]["items"]["properties"]["crops"]["maxItems"] == 16
+    assert schema["k"]["anyOf"][0]["maximum"] == 10_000
+    assert content["multipart/form-data"]["schema"]["properties"]["k"]["default"] == 20
 
 
 def test_all_views_of_a_request_count_together(market) -> None:

@@ -94,12 +94,12 @@ def create_app(
     assets = Assets()
     for router in (
         search.router,
-        images.router,  # before the items: a key may contain slashes
         gallery_routes.router,
         items.router,
         golden.router,
         feedback.router,
         duplicates.router,
+        images.router,
         jobs.router,
         access.router,
         operations.router,

@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 from kinlens.embedder import errors
 from kinlens.models import Access, Audit, KeyModel, Keys, NewKey, Scope
 from kinlens.service.access import keys
-from kinlens.service.access.audit import AuditLog, note
+from kinlens.service.access.audit import note
 from kinlens.service.access.keys import MAX_OVERLAP, OVERLAP, Key, KeyStore, Limits
 from kinlens.service.api.galleries import Service
 from kinlens.service.http.openapi import problems
@@ -150,7 +150,11 @@ async def audit(
     ] = None,
 ) -> Audit:
     """The changes in this service and the attempts that were refused with 403, newest first."""
-    log = _log_of(runtime)
+    log = runtime.audit
+    if log is None:
+        raise errors.StateMissingError(
+            "The service has no state folder for an audit log. Start it with --state DIR."
+        )
     found = await runtime.read(
         "the audit log", lambda: log.newest(limit, before), "state", subject="The audit log"
     )
@@ -167,14 +171,6 @@ async def _changed(runtime: Runtime, work: Callable[[KeyStore], T]) -> T:
     return await runtime.read(
         "or writing the keys", lambda: work(store), "state", subject="The file of keys"
     )
-
-
-def _log_of(runtime: Runtime) -> AuditLog:
-    if runtime.audit is None:
-        raise errors.StateMissingError(
-            "The service has no state folder for an audit log. Start it with --state DIR."
-        )
-    return runtime.audit
 
 
 def _with_text(store: KeyStore, text: str) -> NewKey:

@@ -65,11 +65,7 @@ async def duplicates(
         def read() -> DuplicatesAnswer:
             gallery = _comparable(served)
             version = gallery.version
-            near = find_duplicates(
-                gallery,
-                min_score=min_score,
-                on_progress=lambda _: over.check(),
-            )
+            near = find_duplicates(gallery, min_score=min_score, on_progress=lambda _: over.check())
             page = near.groups[offset : offset + limit]
             return DuplicatesAnswer(
                 gallery_version=version,

@@ -1,8 +1,9 @@
 """Feedback over HTTP: judgements of users about items of answers, and their export."""
 
 import hashlib
+from collections.abc import Callable
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 from fastapi import APIRouter, HTTPException, Query, Request, Response
 from pydantic import Field
@@ -18,9 +19,9 @@ from kinlens.service.http.openapi import problems
 from kinlens.service.http.rules import Route, rule
 from kinlens.service.runtime import Runtime
 
+T = TypeVar("T")
 _MAX_ANSWER_ID = 8_192  # the key of an item has up to 1,024 characters of 4 bytes each
 _MAX_KEY = 1_024
-_WHAT, _SUBJECT = "or writing the feedback", "The feedback"
 _CSV = "text/csv"
 
 
@@ -77,12 +78,7 @@ async def feedback(runtime: Service, request: Request) -> None:
             "of the answer; it may have been removed since."
         )
     stored_image = b"" if image is None else await _stored_image(runtime, store, question, image)
-    if await runtime.read(
-        _WHAT,
-        lambda: store.add(question, sent.item, sent.action, stored_image),
-        "state",
-        subject=_SUBJECT,
-    ):
+    if await _in_state(runtime, lambda: store.add(question, sent.item, sent.action, stored_image)):
         runtime.metrics.feedback.labels(sent.action).inc()
 
 
@@ -111,15 +107,19 @@ async def gallery_feedback(
     async with runtime.registry.find(name):
         pass  # raises for an unknown gallery
     if kind == "csv":
-        text = await runtime.read(
-            _WHAT, lambda: as_csv(store.pairs(name)), "state", subject=_SUBJECT
-        )
+        text = await _in_state(runtime, lambda: as_csv(store.pairs(name)))
         return Response(text, media_type=_CSV)
 
     def count() -> FeedbackCounts:
         return FeedbackCounts(**store.counts(name), pairs=len(store.pairs(name)))
 
-    return await runtime.read(_WHAT, count, "state", subject=_SUBJECT)
+    return await _in_state(runtime, count)
+
+
+async def _in_state(runtime: Runtime, work: Callable[[], T]) -> T:
+    """Run `work` on the feedback in a thread of the state folder."""
+    what = "or writing the feedback"
+    return await runtime.read(what, work, "state", subject="The feedback")
 
 
 def _store_of(runtime: Runtime) -> FeedbackStore:
@@ -169,7 +169,5 @@ async def _stored_image(
     async def given() -> bytes:
         return image
 
-    is_kept = await runtime.read(
-        _WHAT, lambda: store.has_image(question), "state", subject=_SUBJECT
-    )
+    is_kept = await _in_state(runtime, lambda: store.has_image(question))
     return b"" if is_kept else await runtime.renditions.get(f"feedback-{digest}", given, IMAGE_PX)

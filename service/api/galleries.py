@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from pydantic import BaseModel, ConfigDict
+from starlette.convertors import Convertor, register_url_convertor
 
 from kinlens.embedder import errors
 from kinlens.indexer.calibration import Calibrated
@@ -39,16 +40,8 @@ from kinlens.service.runtime import Runtime
 from kinlens.service.search.pipeline import calibrated_by
 from kinlens.service.settings import Settings
 
-_READING = (
-    errors.OverloadedError,
-    errors.DeadlineExceededError,
-    errors.GalleryError,
-)
-FAILURES = (
-    errors.GalleryNotFoundError,
-    errors.InvalidParameterError,
-    *_READING,
-)
+_READING = (errors.OverloadedError, errors.DeadlineExceededError, errors.GalleryError)
+FAILURES = (errors.GalleryNotFoundError, errors.InvalidParameterError, *_READING)
 """Problems that every request about a gallery can return."""
 
 CHANGE_FAILURES = (
@@ -97,6 +90,21 @@ Service = Annotated[Runtime, Depends(_runtime_of)]
 
 Key = Annotated[str, Path(min_length=1, max_length=1024, description="The key of the item.")]
 """The key of the shop, such as a SKU or a path; slashes may be sent as they are or as %2F."""
+
+
+class _ItemKey(Convertor[str]):
+    """The rest of a path, unless it ends with a subresource of an item."""
+
+    regex = r".+(?<!/similar)(?<!/explain)(?<!/image)"
+
+    def convert(self, value: str) -> str:
+        return value
+
+    def to_string(self, value: str) -> str:
+        return value
+
+
+register_url_convertor("item_key", _ItemKey())
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,10 +180,7 @@ async def gallery(runtime: Service, name: str) -> GalleryDetail:
 
 
 @router.post(
-    "/galleries",
-    status_code=201,
-    responses=problems(*CHANGE_FAILURES),
-    summary="Create a gallery",
+    "/galleries", status_code=201, responses=problems(*CHANGE_FAILURES), summary="Create a gallery"
 )
 @rule("admin", "galleries")
 async def create(

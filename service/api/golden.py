@@ -26,12 +26,7 @@ from kinlens.indexer.golden import (
     threshold_of,
 )
 from kinlens.service.access.audit import note
-from kinlens.service.api.galleries import (
-    CHANGE_FAILURES,
-    FAILURES,
-    IMAGE_FAILURES,
-    Service,
-)
+from kinlens.service.api.galleries import CHANGE_FAILURES, FAILURES, IMAGE_FAILURES, Service
 from kinlens.service.api.images import AS_SIZE, KEPT, Size
 from kinlens.service.api.requests import read_form
 from kinlens.service.concurrency import within
@@ -74,12 +69,7 @@ async def queries(runtime: Service, name: str) -> GoldenQueries:
 
 @router.post(
     "",
-    responses=problems(
-        *CHANGE_FAILURES,
-        *_MODEL,
-        *IMAGE_FAILURES,
-        errors.FilterError,
-    ),
+    responses=problems(*CHANGE_FAILURES, *_MODEL, *IMAGE_FAILURES, errors.FilterError),
     summary="Label a query",
     openapi_extra={"requestBody": {"required": True, "content": {FORM: {"schema": _ADD_FORM}}}},
 )

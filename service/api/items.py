@@ -231,8 +231,7 @@ async def items(
         str | None, Query(description="NAME, NAME:asc or NAME:desc; default: by id.")
     ] = None,
     facets: Annotated[
-        str | None,
-        Query(description="Attributes to count over all matching items: colour,price."),
+        str | None, Query(description="Attributes to count over all matching items: colour,price.")
     ] = None,
 ) -> ItemPage:
     """Items ordered by id (new items last), or by an attribute.
@@ -279,7 +278,7 @@ async def item(runtime: Service, name: str, item_id: ItemId) -> ItemModel:
 
 
 @router.get(
-    "/by-key/{key:path}",
+    "/by-key/{key:item_key}",
     name="item",
     responses=problems(*FAILURES, errors.ItemNotFoundError),
     summary="Describe an item by key",
@@ -292,7 +291,7 @@ async def item_by_key(runtime: Service, name: str, key: Key) -> ItemModel:
 
 
 @router.patch(
-    "/by-key/{key:path}",
+    "/by-key/{key:item_key}",
     name="patch",
     responses=problems(*CHANGE_FAILURES, errors.ItemNotFoundError),
     summary="Change attributes of an item by key",
@@ -306,7 +305,7 @@ async def patch_by_key(runtime: Service, request: Request, name: str, key: Key) 
 
 
 @router.delete(
-    "/by-key/{key:path}",
+    "/by-key/{key:item_key}",
     name="remove",
     responses=problems(*CHANGE_FAILURES, errors.ItemNotFoundError),
     summary="Remove an item by key",

@@ -147,9 +147,7 @@ async def compact(caller: Caller, name: GalleryName) -> Job:
 @router.get("/jobs", responses=problems(*_STATE), summary="List jobs")
 @rule("admin", "galleries")
 async def jobs(
-    caller: Caller,
-    state: JobState | None = None,
-    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    caller: Caller, state: JobState | None = None, limit: Annotated[int, Query(ge=1, le=1000)] = 100
 ) -> Jobs:
     """The newest jobs, newest first."""
     return Jobs(jobs=[*await caller.read(lambda manager: manager.store.newest(state, limit))])

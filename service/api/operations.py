@@ -29,11 +29,7 @@ async def live() -> Live:
     "/ready",
     response_model=Ready,
     responses={
-        **problems(
-            KeyMissingError,
-            GalleryNotFoundError,
-            InvalidParameterError,
-        ),
+        **problems(KeyMissingError, GalleryNotFoundError, InvalidParameterError),
         503: {"model": Ready, "description": "A check failed."},
     },
     summary="Readiness",

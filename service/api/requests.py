@@ -460,8 +460,7 @@ async def read_batch(request: Request) -> list[Query | Exception]:
     """
     body, kind = await bodies.read_body(request, JSON, FORM)
     return await bodies.off_loop(
-        request,
-        lambda: _batch_of_json(body) if kind == JSON else _batch_of_form(request, body),
+        request, lambda: _batch_of_json(body) if kind == JSON else _batch_of_form(request, body)
     )
 
 
@@ -607,8 +606,7 @@ def _not_empty(search: SearchRequest) -> SearchRequest:
 
 def _empty_query() -> RequestValidationError:
     return fault(
-        "image",
-        "image and positives are missing; send at least one image, or the key of an item.",
+        "image", "image and positives are missing; send at least one image, or the key of an item."
     )
 
 

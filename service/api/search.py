@@ -204,11 +204,7 @@ for _path, _by, _item in ITEM_PATHS:
     )
     @rule("search", "items")
     async def similar(
-        runtime: Service,
-        request: Request,
-        name: str,
-        generation: Generation,
-        ref: ItemRef = _item,
+        runtime: Service, request: Request, name: str, generation: Generation, ref: ItemRef = _item
     ) -> Response:
         """The items that are visually most similar to this one, without it, best first."""
         sent = request.query_params.multi_items()
@@ -269,21 +265,7 @@ async def _explained(
 
         key, image = await runtime.read("the image", read, served=served)
         limit_s = runtime.settings.request_timeout_ms / 1e3
-        found = await explain(runtime.search_threads, served, query, image, limit_s)
-        return models.ExplainAnswer(
-            bundle_id=served.model.bundle_id,
-            gallery=served.name,
-            gallery_version=served.gallery.version,
-            key=key,
-            score=found.score,
-            rest=found.rest,
-            square=found.square,
-            hit=found.hit.tolist(),
-            query=[
-                models.QueryShares(image=view.number, crop=view.box, shares=grid.tolist())
-                for view, grid in found.query
-            ],
-        )
+        return await explain(runtime.search_threads, served, query, key, image, limit_s)
 
 
 def _response(answer: Answer, feedback: FeedbackStore | None, like: str = "") -> Response:

@@ -141,10 +141,7 @@ def openapi_routes(app: FastAPI, assets: Assets) -> APIRouter:
 def _document(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
         document = get_openapi(
-            title=app.title,
-            version=app.version,
-            description=app.description,
-            routes=app.routes,
+            title=app.title, version=app.version, description=app.description, routes=app.routes
         )
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
         for model in (Problem, Fault):

@@ -1,7 +1,6 @@
 """Where a hit matches its query: how much each image region contributes to the score."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,39 +13,26 @@ from kinlens.embedder.errors import (
     InvalidParameterError,
     ItemNotFoundError,
 )
-from kinlens.embedder.explain import Grid, shares
+from kinlens.embedder.explain import shares
 from kinlens.embedder.types import SHORT, Embeddings
 from kinlens.indexer.images import ANY_SIZE
 from kinlens.indexer.types import combined_query
+from kinlens.models import ExplainAnswer, QueryShares
 from kinlens.service.concurrency import SearchThreads, within
-from kinlens.service.encoding.model import View
 from kinlens.service.galleries.registry import Served
 from kinlens.service.search.pipeline import CancelToken
 from kinlens.service.search.query import Query
 
 
-@dataclass(frozen=True, slots=True)
-class Explanation:
-    """The contributions of image regions to `score`.
-
-    hit: the contributions in the image of the item; they sum to `score`.
-    query: one grid for each view. All grids and `rest` sum to `score`.
-    rest: the contribution of liked and disliked items.
-    square: the grids cover the central square of an image or crop. This is its side as a part of
-        the shorter side.
-    """
-
-    score: float
-    rest: float
-    square: float
-    hit: Grid
-    query: Sequence[tuple[View, Grid]]
-
-
 async def explain(
-    search_threads: SearchThreads, served: Served, query: Query, image: bytes, limit_s: float
-) -> Explanation:
-    """Explain where `image`, the image of an item, matches `query`; runs in a search thread.
+    search_threads: SearchThreads,
+    served: Served,
+    query: Query,
+    key: str,
+    image: bytes,
+    limit_s: float,
+) -> ExplainAnswer:
+    """Explain where `image`, the image of item `key`, matches `query`; runs in a search thread.
 
     Raises: GalleryConflictError if the bundle has no map, InvalidParameterError for a query without
         an image, ImageError for its images; ItemNotFoundError if `image` cannot be decoded,
@@ -69,16 +55,15 @@ async def explain(
         cure = "Send fewer images and crops, or try again in a second."
         async with within(limit_s, "The explanation", cure):
             return await search_threads.run(
-                lambda: _explained(served, query, image, cancel_token),
-                after=served.release,
+                lambda: _explained(served, query, key, image, cancel_token), after=served.release
             )
     finally:
         cancel_token.cancel()
 
 
 def _explained(
-    served: Served, query: Query, image: bytes, cancel_token: CancelToken
-) -> Explanation:
+    served: Served, query: Query, key: str, image: bytes, cancel_token: CancelToken
+) -> ExplainAnswer:
     embedder, gallery = served.model.embedder, served.gallery
     cancel_token.check()
     parts = embedder.maps(_decoded(served, image)[np.newaxis])[0]  # (D, h, w)
@@ -96,12 +81,19 @@ def _explained(
     vector, weight = _combined(np.stack(liked), disliked)
     score = float(vector @ hit)
     grids = [grid * np.float32(weight) for grid in grids]
-    return Explanation(
+    return ExplainAnswer(
+        bundle_id=served.model.bundle_id,
+        gallery=served.name,
+        gallery_version=gallery.version,
+        key=key,
         score=score,
         rest=score - float(sum(grid.sum() for grid in grids)) if keys else 0.0,
         square=embedder.preprocessing.crop_px / embedder.preprocessing.resize_px,
-        hit=shares(parts, vector),
-        query=list(zip(query.views, grids, strict=True)),
+        hit=shares(parts, vector).tolist(),
+        query=[
+            QueryShares(image=view.number, crop=view.box, shares=grid.tolist())
+            for view, grid in zip(query.views, grids, strict=True)
+        ],
     )
 
 

@@ -184,11 +184,7 @@ class Pipeline:
             cancel_token.cancel()
 
     def _answer(
-        self,
-        served: Served,
-        query: Query,
-        cancel_token: CancelToken,
-        started: float,
+        self, served: Served, query: Query, cancel_token: CancelToken, started: float
     ) -> Answer:
         """Answer one query from cache lookup to JSON, in a search thread."""
         cancel_token.check()

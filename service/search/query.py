@@ -21,15 +21,7 @@ from kinlens.indexer.calibration import Shares
 from kinlens.indexer.checks.duplicates import LEAST_SCORE, near_score
 from kinlens.indexer.filters.tree import Filter
 from kinlens.indexer.gallery import Gallery
-from kinlens.indexer.types import (
-    Boost,
-    Facet,
-    Group,
-    Grouping,
-    SearchOptions,
-    SortBy,
-    VectorStore,
-)
+from kinlens.indexer.types import Boost, Facet, Group, Grouping, SearchOptions, SortBy, VectorStore
 from kinlens.service.encoding.model import Stages, View
 from kinlens.service.galleries.links import plain_link
 from kinlens.service.galleries.view import GalleryView

@@ -128,7 +128,8 @@ class _Body:
         self._coding = _coding(scope)
         self._inflater: Any = None  # zlib does not export its type
         self._pending = b""
-        self._is_start_of_json = _is_json(media_type_of(scope))
+        self._media_type = media_type_of(scope)
+        self._is_start_of_json = _is_json(self._media_type)
 
     async def receive(self) -> Message:
         """The next message for the route. Raises: RefusedError."""
@@ -190,9 +191,8 @@ class _Body:
         self._bytes = 0
 
     def _begin(self) -> None:
-        media_type = media_type_of(self._scope)
         kind: BodyKind = self._scope["state"]["route"].rule.body
-        self._max_bytes = limit_of(self._settings, kind, media_type)
+        self._max_bytes = limit_of(self._settings, kind, self._media_type)
         if self._coding not in ("", *_CODINGS):
             raise RefusedError(
                 problems.UNSUPPORTED_MEDIA,
@@ -219,7 +219,7 @@ class _Body:
         self._held.count += size
 
     def _refuse_size(self, size: str) -> NoReturn:
-        is_json = _is_json(media_type_of(self._scope))
+        is_json = _is_json(self._media_type)
         cure = "Split the request" if is_json else "Resize or compress the image"
         raise RefusedError(
             problems.BODY_TOO_LARGE,
@@ -306,7 +306,7 @@ def refusal_of_head(scope: Scope) -> tuple[ProblemType, str] | None:
     """
     headers: list[tuple[bytes, bytes]] = scope["headers"]
     size = len(scope["path"]) + len(scope["query_string"])
-    if size + sum(len(name) + len(value) + 4 for name, value in headers) > HEAD_BYTES:
+    if size + sum([len(name) + len(value) + 4 for name, value in headers]) > HEAD_BYTES:
         return (
             problems.HEAD_TOO_LARGE,
             f"The head of the request has more than {HEAD_BYTES // 2**10} KiB. Shorten it.",
@@ -315,8 +315,8 @@ def refusal_of_head(scope: Scope) -> tuple[ProblemType, str] | None:
     if version not in _VERSIONS:
         return problems.BAD_REQUEST, f"HTTP/{version[:_SHOWN]} is not supported. Send HTTP/1.1."
     codings = [value.strip().lower() for name, value in headers if name == b"transfer-encoding"]
-    has_length = any(name == b"content-length" for name, _ in headers)
-    if codings and (has_length or codings != [b"chunked"] or version == "1.0"):
+    lengths = [value for name, value in headers if name == b"content-length"]
+    if codings and (lengths or codings != [b"chunked"] or version == "1.0"):
         text = "Transfer-Encoding must be chunked, without a length, in HTTP/1.1."
         return problems.BAD_REQUEST, text
     return None

@@ -162,7 +162,7 @@ def test_invalid_questions_are_refused_with_a_cure(twins, data, monkeypatch) -> 
 
 
 def test_one_scan_runs_at_a_time_until_the_limit(tmp_path, monkeypatch, closes) -> None:
-    shop = closes(start_shop(tmp_path, request_timeout_ms=300))
+    shop = closes(start_shop(tmp_path, request_timeout_ms=2_000))
     seen, go_on = threading.Event(), threading.Event()
 
     def slow(*_: Any, on_progress: Callable[[int], None], **options: Any) -> None:

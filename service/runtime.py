@@ -22,10 +22,11 @@ from kinlens.service.encoding.cache import Cache, LruCache
 from kinlens.service.encoding.model import Backend, Encoder, Models
 from kinlens.service.encoding.sandbox import Layer, absences, holding
 from kinlens.service.encoding.workers import Workers
+from kinlens.service.galleries.bundles import Bundles
 from kinlens.service.galleries.feedback import FeedbackStore, open_feedback
 from kinlens.service.galleries.following import Following
 from kinlens.service.galleries.items import Items
-from kinlens.service.galleries.locations import Bundles, Locations, Opened, open_gallery
+from kinlens.service.galleries.locations import Locations, Opened, open_gallery
 from kinlens.service.galleries.managed import ManagedGalleries
 from kinlens.service.galleries.registry import Registry, Served, change
 from kinlens.service.galleries.renditions import Renditions

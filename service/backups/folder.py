@@ -33,8 +33,8 @@ from kinlens.indexer.gallery import check_backup, current_generation, current_ma
 from kinlens.indexer.gallery import restore as restore_gallery
 from kinlens.indexer.types import Progress
 from kinlens.service.access.keys import KeyStore
+from kinlens.service.galleries.bundles import Bundles
 from kinlens.service.galleries.locations import (
-    Bundles,
     GalleryLocation,
     Locations,
     known_bundles,

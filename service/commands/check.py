@@ -24,7 +24,8 @@ from kinlens.service.commands import options
 from kinlens.service.commands.settings import unknown_variables
 from kinlens.service.encoding.model import Backend
 from kinlens.service.encoding.sandbox import absences, holding
-from kinlens.service.galleries.locations import Bundles, GalleryLocation, Locations, open_gallery
+from kinlens.service.galleries.bundles import Bundles
+from kinlens.service.galleries.locations import GalleryLocation, Locations, open_gallery
 from kinlens.service.http.server import listen
 from kinlens.service.redis import SharedRedis
 from kinlens.service.runtime import missing_image_roots

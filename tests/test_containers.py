@@ -91,6 +91,7 @@ def test_images_are_small_on_purpose_and_run_without_root(path: Path) -> None:
             assert (ROOT / source).exists()
 
 
+@pytest.mark.long
 def test_every_line_of_the_cpu_image_builds_it_without_torch(image: Scratch) -> None:
     python = image.folder / "opt/kinlens/bin/python"
     code = (
@@ -110,6 +111,7 @@ def test_every_line_of_the_cpu_image_builds_it_without_torch(image: Scratch) -> 
         assert (image.folder / "state").stat().st_uid == 10001
 
 
+@pytest.mark.long
 def test_the_cpu_image_serves_is_healthy_and_ends_with_its_signal(
     image: Scratch, tiny_bundle: Bundle, tiny_gallery: Path, tmp_path: Path
 ) -> None:
@@ -132,10 +134,6 @@ def test_the_cpu_image_serves_is_healthy_and_ends_with_its_signal(
         until(lambda: healthy() or process.poll() is not None)
         answer = httpx.post(f"{url}/search", files={"image": encoded(photo(2))})
         assert answer.json()["hits"][0]["key"] == "2.png"
-        known = set(re.findall(r"^# TYPE (\w+)", httpx.get(f"{url}/metrics").text, re.MULTILINE))
-        used = set(re.findall(r"\bkinlens_\w+", DASHBOARD.read_text() + ALERTS.read_text()))
-        parts = {name for name in used if re.sub("_(bucket|sum|count)$", "", name) in known}
-        assert used - known - parts == set(), "the dashboard and the alerts ask for others"
     finally:
         process.send_signal(signal.SIGTERM)
         code = process.wait(timeout=40)
@@ -146,10 +144,11 @@ def test_the_cpu_image_serves_is_healthy_and_ends_with_its_signal(
 @pytest.mark.parametrize(
     ("path", "with_them", "without"),
     [
+        (CPU, {"onnxruntime", "faiss-cpu"}, {"torch", "pytest"}),
         (GPU, {"onnxruntime-gpu", "faiss-gpu-cuvs"}, {"torch", "onnxruntime", "faiss-cpu"}),
         (TRAINING, {"torch", "torchvision", "timm", "onnxruntime", "faiss-cpu"}, {"faiss-gpu"}),
     ],
-    ids=["gpu", "training"],
+    ids=["cpu", "gpu", "training"],
 )
 def test_every_image_resolves_to_what_it_needs_for_its_own_python(
     scratch: Scratch, path: Path, with_them: set[str], without: set[str]
@@ -333,6 +332,14 @@ def test_redis_takes_its_command_and_lets_in_only_who_has_the_password(tmp_path:
             stranger.get("kinlens:1:e:x")
     process.terminate()
     process.wait(timeout=20)
+
+
+def test_the_dashboard_and_the_alerts_ask_for_metrics_of_the_service(running_service) -> None:
+    metrics = running_service.client.get("/metrics").text
+    known = set(re.findall(r"^# TYPE (\w+)", metrics, re.MULTILINE))
+    used = set(re.findall(r"\bkinlens_\w+", DASHBOARD.read_text() + ALERTS.read_text()))
+    parts = {name for name in used if re.sub("_(bucket|sum|count)$", "", name) in known}
+    assert used - known - parts == set()
 
 
 def test_the_configuration_of_prometheus_and_grafana_fits_together() -> None:

@@ -23,7 +23,6 @@ from kinlens.embedder.session import MIN_FP32_COSINE, OnnxEmbedder
 from kinlens.embedder.types import Embed, Embeddings, Images
 from kinlens.training.checkpoint import Checkpoint, load_checkpoint
 from kinlens.training.config.job import parse_job
-from kinlens.training.config.settings import Input, Model
 from kinlens.training.data.load import load_split
 from kinlens.training.data.protocol import with_protocol
 from kinlens.training.data.records import Split
@@ -32,7 +31,6 @@ from kinlens.training.export.bundle import (
     PARITY_BATCHES,
     check_parity,
     check_recall,
-    export_backbone,
     export_checkpoint,
     images_to_embed,
 )
@@ -295,11 +293,3 @@ def test_a_precision_that_does_not_hold_here_is_left_out_if_it_may_be(
     assert export_checkpoint(*arguments, reported.append).precisions == ("fp32",)
     assert reported[0].startswith("int8 is skipped: ")
     assert "mean cosine to fp32" in reported[0]
-
-
-def test_a_backbone_alone_becomes_a_bundle(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = Model(backbone="mobilenet_v2", weights="none")
-    spec = Input(size_px=32, resize_px=36)
-    bundle = export_backbone("plain", model, spec, tmp_path / "bundle")
-    assert OnnxEmbedder.open(bundle).embed(bundle.golden_inputs()).shape == (8, 1280)

@@ -2,10 +2,10 @@
 
 import asyncio
 import contextlib
-import functools
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import structlog
 
@@ -19,17 +19,24 @@ from kinlens.service.concurrency import KeyedThreads, Recent
 from kinlens.service.encoding.model import Model, Models
 from kinlens.service.galleries.registry import Registry, Served, probe
 
-_PERIOD_S = 2.0
-_CALM_PERIOD_S = 4.0  # with many galleries, none of which has a fault
+_PERIOD_S = 4.0
 _MODELS_S = 15.0
 _AT_ONCE = 16
 _MIN_COSINE = 0.999
 _UNKNOWN = "unknown"
 _OK = "ok"
 _REMOVED = "removed"
-_SERVICE = "service"
 _NO_WORKER = "no worker process runs; they are started again, and the log has the cause"
-_OF_GALLERIES = ("gallery ", "reload ")
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The result for one gallery: `ok` or its fault, the searched version, and its index."""
+
+    text: str
+    version: str = _UNKNOWN
+    index: IndexLocation | None = None
+    checked_at: float = field(default_factory=time.monotonic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,47 +46,53 @@ class Readiness:
     `ready` requires all models and, if there are galleries, at least one of them.
 
     Attributes:
-        checks: `ok` or the fault of each check. A new generation that cannot be opened is listed
-            too, while the old one is served.
-        versions: the searched version of each gallery.
-        indexes: the device and memory of each index.
+        models: `ok` or the fault of each model.
+        galleries: the last check of each gallery.
+        reloads: the fault of each generation that cannot be opened; the old one may be served.
         free_gpu_memory_mb: free memory of the GPU; None without one.
         last_error: the last faults, even if they are fixed.
+        is_draining: whether the service is shutting down; then it is not ready.
     """
 
     ready: bool
-    checks: dict[str, str]
-    versions: dict[str, str]
-    indexes: dict[str, IndexLocation]
-    free_gpu_memory_mb: float | None
+    models: dict[str, str]
+    galleries: dict[str, Verdict]
+    reloads: dict[str, str]
     last_error: str | None
+    free_gpu_memory_mb: float | None = None
+    is_draining: bool = False
+
+    @property
+    def checks(self) -> dict[str, str]:
+        """`ok` or the fault of each check."""
+        return {
+            **self.models,
+            **{f"gallery {name}": verdict.text for name, verdict in self.galleries.items()},
+            **{f"reload {name}": fault for name, fault in self.reloads.items()},
+            **({"service": "shutting down"} if self.is_draining else {}),
+        }
 
     def seen_by(self, binding: Binding) -> "Readiness":
         """The part that a caller with this binding can see."""
         if not binding.is_bound:
             return self
-        hidden = {
-            check
-            for check in self.checks
-            if check.startswith(_OF_GALLERIES) and not binding.permits(check.partition(" ")[2])
+        galleries = {
+            name: verdict if binding.where is None else replace(verdict, index=None)
+            for name, verdict in self.galleries.items()
+            if binding.permits(name)
         }
-        of_index = {} if binding.where is not None else self.indexes
-        return replace(
-            self,
-            checks={name: text for name, text in self.checks.items() if name not in hidden},
-            versions={name: own for name, own in self.versions.items() if binding.permits(name)},
-            indexes={name: index for name, index in of_index.items() if binding.permits(name)},
-            last_error=None,
-        )
+        reloads = {name: fault for name, fault in self.reloads.items() if binding.permits(name)}
+        return replace(self, galleries=galleries, reloads=reloads, last_error=None)
 
     def of_gallery(self, name: str) -> bool:
         """Whether one gallery can be searched. Raises: GalleryNotFoundError."""
-        if name not in self.versions and f"reload {name}" not in self.checks:
+        if name not in self.galleries and name not in self.reloads:
             raise GalleryNotFoundError(
                 f"gallery = {name[:SHORT]!r} is unknown. Existing galleries: "
-                f"{', '.join(self.versions) or 'none'}."
+                f"{', '.join(self.galleries) or 'none'}."
             )
-        return self.checks.get(f"gallery {name}") == _OK and _SERVICE not in self.checks
+        is_searched = name in self.galleries and self.galleries[name].text == _OK
+        return is_searched and not self.is_draining
 
 
 class Health:
@@ -106,7 +119,7 @@ class Health:
         self._last_error: str | None = None
         self._faults: dict[str, str] = {}
         self._of_models: dict[Model, str] = {}
-        self._of_galleries: dict[str, _Verdict] = {}
+        self._of_galleries: dict[str, Verdict] = {}
         self._models_at = time.monotonic()
         self._recent = Recent(self._check_all)
         self._checking: asyncio.Task[None] | None = None
@@ -134,10 +147,10 @@ class Health:
 
         During a drain the result is never ready.
         """
-        found = await self._recent.get()
+        readiness = await self._recent.get()
         if not self.is_draining:
-            return found
-        return replace(found, ready=False, checks=found.checks | {_SERVICE: "shutting down"})
+            return readiness
+        return replace(readiness, ready=False, is_draining=True)
 
     def end(self) -> None:
         """Start the drain: report not ready, so load balancers send requests elsewhere."""
@@ -148,52 +161,67 @@ class Health:
         while True:
             try:
                 is_due = time.monotonic() - self._models_at >= _MODELS_S
-                await self._check(with_models=is_due or not self._is_fit(self._of_models))
+                await self._check(with_models=is_due or not self._models_are_fit())
             except Exception as error:
                 # The boundary of the task: the next check may work.
                 structlog.get_logger().error("readiness cannot be checked", exc_info=error)
-            is_calm = not self._faults and len(self._of_galleries) > _AT_ONCE
-            await asyncio.sleep(_CALM_PERIOD_S if is_calm else _PERIOD_S)
+            await asyncio.sleep(_PERIOD_S)
 
     async def _check_all(self) -> Readiness:
         await self._check(with_models=True)
-        checks = self._checks()
         free_mb = await self._free_gpu_memory_mb() if self._is_on_gpu else None
-        versions = {name: one.version for name, one in self._of_galleries.items()}
-        indexes = {name: one.index for name, one in self._of_galleries.items() if one.index}
-        return Readiness(self.passed, checks, versions, indexes, free_mb, self._last_error)
+        return replace(self._readiness(), free_gpu_memory_mb=free_mb)
+
+    def _readiness(self) -> Readiness:
+        """The result of the last checks."""
+        names = {
+            model: "model" if len(self._of_models) == 1 else f"model {model.bundle_id[:SHORT]}"
+            for model in self._of_models
+        }
+        return Readiness(
+            self.passed,
+            {names[model]: verdict for model, verdict in self._of_models.items()},
+            self._of_galleries,
+            self._registry.failures.verdicts(),
+            self._last_error,
+        )
 
     async def _check(self, *, with_models: bool) -> None:
         async with self._turn:
-            await self._check_alone(with_models)
+            running = self._models.running()
+            known = {model: self._of_models.get(model, _OK) for model in running}
+            if with_models:
+                self._models_at = time.monotonic()
+                verdicts = await asyncio.gather(*map(self._check_model, running))
+                known = dict(zip(running, verdicts, strict=True))
+            self._of_models = known
+            await self._check_galleries()
+            # A bad gallery is bad in every replica, so it must not take this replica out of
+            # service: that would take the other galleries out everywhere.
+            of_each = [verdict.text == _OK for verdict in self._of_galleries.values()]
+            self.passed = self._models_are_fit() and (not of_each or any(of_each))
+            self.has_started = self.has_started or self.passed
+            self._report()
 
-    async def _check_alone(self, with_models: bool) -> None:
-        running = self._models.running()
-        known = {model: self._of_models.get(model, _OK) for model in running}
-        if with_models:
-            self._models_at = time.monotonic()
-            verdicts = await asyncio.gather(*map(self._check_model, running))
-            known = dict(zip(running, verdicts, strict=True))
-        self._of_models = known
-        fit = {model.bundle_id for model, verdict in known.items() if verdict == _OK}
-        names = self._registry.names()
-        order = sorted(names, key=lambda name: self._checked_at(name))
-        found = await asyncio.gather(*(self._check_gallery(name, fit) for name in order[:_AT_ONCE]))
-        of_galleries = self._of_galleries | dict(zip(order, found, strict=False))
+    def _models_are_fit(self) -> bool:
+        return all(verdict == _OK for verdict in self._of_models.values())
+
+    async def _check_galleries(self) -> None:
+        """Check those that were checked longest ago, and forget deleted ones."""
+        names, verdicts = self._registry.names(), self._of_galleries
+        order = sorted(names, key=lambda name: verdicts[name].checked_at if name in verdicts else 0)
+        checked = order[:_AT_ONCE]
+        results = await asyncio.gather(*map(self._check_gallery, checked))
+        verdicts = verdicts | dict(zip(checked, results, strict=True))
         self._of_galleries = {
-            name: of_galleries[name]
+            name: verdicts[name]
             for name in names
-            if name in of_galleries and of_galleries[name].text != _REMOVED
+            if name in verdicts and verdicts[name].text != _REMOVED
         }
-        # A bad gallery is bad in every replica, so it must not take this replica out of service:
-        # that would take the other galleries out everywhere.
-        of_each = [one.text == _OK for one in self._of_galleries.values()]
-        self.passed = self._is_fit(known) and (not of_each or any(of_each))
-        self.has_started = self.has_started or self.passed
-        self._report({name: text for name, text in self._checks().items() if text != _OK})
 
-    def _report(self, faults: dict[str, str]) -> None:
+    def _report(self) -> None:
         """Log faults once, when they change."""
+        faults = {name: text for name, text in self._readiness().checks.items() if text != _OK}
         if faults:
             self._last_error = "; ".join(f"{name}: {text}" for name, text in faults.items())
         if faults and faults != self._faults:
@@ -201,23 +229,6 @@ class Health:
         elif self._faults and not faults:
             structlog.get_logger().info("readiness checks passed")
         self._faults = faults
-
-    def _checks(self) -> dict[str, str]:
-        of_models = self._of_models.items()
-        return {
-            f"model{'' if len(of_models) == 1 else f' {model.bundle_id[:SHORT]}'}": verdict
-            for model, verdict in of_models
-        } | {
-            **{f"gallery {name}": one.text for name, one in self._of_galleries.items()},
-            **{f"reload {n}": text for n, text in self._registry.failures.verdicts().items()},
-        }
-
-    def _checked_at(self, name: str) -> float:
-        return self._of_galleries[name].checked_at if name in self._of_galleries else 0.0
-
-    @staticmethod
-    def _is_fit(verdicts: Mapping[Model, str]) -> bool:
-        return all(verdict == _OK for verdict in verdicts.values())
 
     async def _free_gpu_memory_mb(self) -> float | None:
         """The free memory of the GPU; None if it cannot be read."""
@@ -238,21 +249,19 @@ class Health:
         ok = cosine >= _MIN_COSINE
         return _OK if ok else f"the test image has another vector: cosine {cosine:.4f}"
 
-    async def _check_gallery(self, name: str, fit: Collection[str]) -> "_Verdict":
+    async def _check_gallery(self, name: str) -> Verdict:
         try:
             with self._registry.lease(name) as served:
-                if served.model.bundle_id not in fit:
-                    return _Verdict("not searched, since the model failed")
-                check = functools.partial(_probe, served)
+                if self._of_models.get(served.model) != _OK:
+                    return Verdict("not searched, since the model failed")
                 # If an earlier probe still hangs, do not wait for it again: one gallery must not
                 # delay the checks of the others.
                 limit_s = 0.0 if self._threads.is_running(served) else self._timeout_s
-                version, is_searchable, index = await self._threads.run(served, check, limit_s)
+                return await self._threads.run(served, partial(_probe, served), limit_s)
         except GalleryNotFoundError:
-            return _Verdict(_REMOVED)
+            return Verdict(_REMOVED)
         except Exception as error:
-            return _Verdict(self._verdict(error))
-        return _Verdict(_OK if is_searchable else "the search returned no hits", version, index)
+            return Verdict(self._verdict(error))
 
     def _verdict(self, error: Exception) -> str:
         if isinstance(error, TimeoutError):
@@ -261,19 +270,9 @@ class Health:
         return f"failed with {type(error).__name__}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Verdict:
-    """The result for one gallery: `ok` or its fault, the searched version, and its index."""
-
-    text: str
-    version: str = _UNKNOWN
-    index: IndexLocation | None = None
-    checked_at: float = field(default_factory=time.monotonic)
-
-
-def _probe(served: Served) -> tuple[str, bool, IndexLocation | None]:
+def _probe(served: Served) -> Verdict:
+    gallery = served.whole
     with served.reading():  # its end shows that the gallery responds again
-        version, is_searchable = probe(served.whole, served.model)
-        gallery = served.whole
+        version, is_searchable = probe(gallery, served.model)
         index = gallery.index_location() if isinstance(gallery, IndexedGallery) else None
-        return version, is_searchable, index
+    return Verdict(_OK if is_searchable else "the search returned no hits", version, index)

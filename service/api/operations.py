@@ -62,8 +62,12 @@ async def ready(
         precision=runtime.embedder.mode.precision,
         precision_reason=runtime.embedder.precision_reason,
         bundle_id=runtime.registry.model.bundle_id,
-        galleries=readiness.versions,
-        indexes={name: IndexLocation(**asdict(index)) for name, index in readiness.indexes.items()},
+        galleries={name: verdict.version for name, verdict in readiness.galleries.items()},
+        indexes={
+            name: IndexLocation(**asdict(verdict.index))
+            for name, verdict in readiness.galleries.items()
+            if verdict.index
+        },
         free_memory_mb=round(free_memory_mb()),
         free_gpu_memory_mb=readiness.free_gpu_memory_mb,
         queue_depth=runtime.search_threads.waiting,

@@ -27,6 +27,7 @@ from typing import NamedTuple, get_args
 from kinlens.embedder.durable import make_folder, write_whole
 from kinlens.embedder.errors import InvalidParameterError, StateError, StateMissingError
 from kinlens.models import Action
+from kinlens.service.galleries.locations import VERSION_DIGITS
 from kinlens.service.settings import Settings
 
 ACTIONS: tuple[Action, ...] = get_args(Action)
@@ -36,7 +37,6 @@ IMAGE_PX = 640
 _STEP = "feedback"
 _DATABASE = "feedback.sqlite"
 _MAC_BYTES = 16  # of HMAC-SHA256
-_VERSION_DIGITS = 12
 _BUSY_S = 10.0
 _CLOSE_S = 1.0
 _TABLES = """
@@ -111,7 +111,7 @@ class FeedbackStore:
 
     def sign(self, question: Question) -> str:
         """The answer_id of an answer to this question; every process accepts feedback on it."""
-        version = question.version[:_VERSION_DIGITS]
+        version = question.version[:VERSION_DIGITS]
         parts = [question.gallery, version, question.image, question.item]
         payload = json.dumps(parts, ensure_ascii=False).encode()
         return base64.urlsafe_b64encode(self._mac(payload) + payload).decode().rstrip("=")

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent import futures
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -43,6 +44,7 @@ from kinlens.service.concurrency import (
     BoundedPool,
     DaemonThreads,
     KeyedThreads,
+    begin_in_thread,
     in_thread,
     too_late,
     within,
@@ -59,7 +61,6 @@ from kinlens.service.galleries.locations import (
 )
 from kinlens.service.galleries.uploads import SharedUploads, UploadFolder
 from kinlens.service.galleries.view import GalleryView
-from kinlens.service.observe.logs import Repeats
 
 T = TypeVar("T")
 
@@ -275,8 +276,7 @@ class Registry:
         self._stamps: dict[str, Stamp] = {}  # of each CURRENT when it was last read
         self._looking_at: dict[object, GalleryLocation] = {}  # by the device
         self._reading: dict[str, asyncio.Task[None]] = {}
-        self._missed = Repeats()
-        self._closings: set[threading.Thread] = set()
+        self._closings: set[futures.Future[None]] = set()
         self._openers = DaemonThreads("gallery", _OPENERS, _LOCATION_S)
         self._remote = asyncio.Semaphore(_REMOTE_READS)
         self._looks = KeyedThreads(_CALLS)
@@ -562,17 +562,11 @@ class Registry:
         self._fail(location, error, f"no result within {_LOCATION_S:g} s")
 
     def _fail(self, location: GalleryLocation, error: Exception, verdict: str = "") -> None:
+        """Report a fault, unless the name is any that a client has sent: a gallery of that name is
+        listed at the next look, which reads it again.
+        """
         if location.name in self._listed:
             self.failures.add(location, error, verdict)
-            return
-        self._missed.add()  # any name that a client has sent
-        if times := self._missed.due():
-            structlog.get_logger().warning(
-                "unknown gallery not looked up",
-                gallery=location.name,
-                times=times,
-                detail=verdict or str(error),
-            )
 
     def _read_generation(self, location: GalleryLocation) -> GalleryLocation:
         """The location with its current generation; while Milvus does not answer, with the last
@@ -645,15 +639,9 @@ class Registry:
     def _close(self, location: GalleryLocation, gallery: Opened) -> None:
         """Close a gallery in another thread: it may take as long as a compaction."""
         if location.given is None:
-            closing = threading.Thread(target=self._end, args=(gallery,), daemon=True)
+            closing = begin_in_thread(gallery.close)
             self._closings.add(closing)
-            closing.start()
-
-    def _end(self, gallery: Opened) -> None:
-        try:
-            gallery.close()
-        finally:
-            self._closings.discard(threading.current_thread())
+            closing.add_done_callback(self._closings.discard)
 
     def _close_opened(self) -> None:
         while self._opened:
@@ -661,9 +649,7 @@ class Registry:
 
     def _join(self) -> None:
         self._openers.close()
-        deadline = time.monotonic() + _CLOSE_S
-        for thread in list(self._closings):
-            thread.join(max(0.0, deadline - time.monotonic()))
+        futures.wait(list(self._closings), _CLOSE_S)
 
     async def _drop_models(self) -> None:
         """Drop every model that no gallery uses; without any gallery, keep the primary one. A model

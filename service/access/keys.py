@@ -9,7 +9,7 @@ import math
 import re
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -29,12 +29,8 @@ from kinlens.service.access.rates import DAY_S, Rate, parse_rates
 from kinlens.service.concurrency import begin_in_thread
 
 SCOPES: tuple[Scope, ...] = ("search", "write", "admin")
+"""Each implies those before it."""
 
-_IMPLIED: dict[Scope, frozenset[Scope]] = {
-    "search": frozenset({"search"}),
-    "write": frozenset({"search", "write"}),
-    "admin": frozenset({"search", "write", "admin"}),
-}
 _ID_BYTES = 4
 _SECRET_BYTES = 32
 _TEXT = re.compile(rf"kl_([0-9a-f]{{{2 * _ID_BYTES}}})_([0-9a-f]{{{2 * _SECRET_BYTES}}})")
@@ -56,14 +52,7 @@ MAX_OVERLAP = timedelta(days=30)
 
 
 class Limits(BaseModel):
-    """The binding and the rate limits of a key; None means no limit.
-
-    Attributes:
-        galleries: the only galleries that the key can see.
-        filter: in these galleries, it only sees matching items.
-        rate: replaces KINLENS_RATE_LIMIT_PER_KEY; an empty text removes the limit.
-        daily_units: maximum units of work in a day, in addition to the rate.
-    """
+    """The binding and the rate limits of a key; None means no limit, as an empty `rate` does."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -92,19 +81,15 @@ class Limits(BaseModel):
     @field_validator("galleries")
     @classmethod
     def _are_names(cls, names: tuple[str, ...] | None) -> tuple[str, ...] | None:
-        try:
+        with _as_value_error():
             return names and tuple(dict.fromkeys(map(checked_name, names)))
-        except InvalidParameterError as error:
-            raise ValueError(str(error).rstrip(".")) from error
 
     @field_validator("filter")
     @classmethod
     def _is_filter(cls, text: str | None) -> str | None:
-        try:
-            if text is not None:
+        if text is not None:
+            with _as_value_error():
                 _parsed(text)
-        except FilterError as error:
-            raise ValueError(str(error).rstrip(".")) from error
         return text
 
     @field_validator("rate")
@@ -219,12 +204,12 @@ class KeyStore:
             raise InvalidParameterError("A key needs at least one scope: search, write or admin.")
         secret = secrets.token_hex(_SECRET_BYTES)
         with self._changing() as known:
-            if any(k.name == name and k.revoked_at is None for k in known):
+            if any(key.name == name and key.revoked_at is None for key in known):
                 raise InvalidParameterError(
                     f"A key {name!r} exists already. Revoke it first, or choose another name."
                 )
             key = Key(
-                id=_new_id({k.id for k in known}),
+                id=_new_id({key.id for key in known}),
                 name=name,
                 scopes=granted,
                 digest=_digest(secret),
@@ -232,7 +217,7 @@ class KeyStore:
                 expires_at=expires_at,
                 own_limits=None if limits == NO_LIMITS else limits,
             )
-            self._write([*known, key])
+            known.append(key)
         return f"kl_{key.id}_{secret}"
 
     def revoke(self, name: str) -> Key:
@@ -241,11 +226,10 @@ class KeyStore:
         Raises: KeyNotFoundError, StateError.
         """
         with self._changing() as known:
-            revoked = _named(known, name, "revoke")
+            place = _place_of(name, known, "revoke")
             # The previous secret is no longer needed.
-            revoked = revoked.model_copy(update={"revoked_at": _now(), "old": None})
-            self._write([revoked if k.id == revoked.id else k for k in known])
-        return revoked
+            known[place] = known[place].model_copy(update={"revoked_at": _now(), "old": None})
+        return known[place]
 
     def rotate(self, name: str, overlap: timedelta = OVERLAP) -> str:
         """Give the key `name` a new secret and return its text, which is not shown again.
@@ -261,16 +245,16 @@ class KeyStore:
             )
         now, secret = _now(), secrets.token_hex(_SECRET_BYTES)
         with self._changing() as known:
-            key = _named(known, name, "rotate")
+            place = _place_of(name, known, "rotate")
+            key = known[place]
             if key.state(now) == "expired":
                 raise InvalidParameterError(
                     f"The key {name!r} has expired, so a new secret would not be accepted. Revoke "
                     "it, and create another one."
                 )
             old = OldSecret(digest=key.digest, until=now + overlap) if overlap else None
-            made = {"digest": _digest(secret), "old": old, "rotated_at": now}
-            rotated = key.model_copy(update=made)
-            self._write([rotated if k.id == key.id else k for k in known])
+            changes = {"digest": _digest(secret), "old": old, "rotated_at": now}
+            known[place] = key.model_copy(update=changes)
         return f"kl_{key.id}_{secret}"
 
     def list(self) -> tuple[Key, ...]:
@@ -296,39 +280,35 @@ class KeyStore:
         return sum(key.state(now) == "active" for key in self.list())
 
     @contextlib.contextmanager
-    def _changing(self) -> Iterator[tuple[Key, ...]]:
-        """Acquire the lock of the file, and return its current keys."""
-        with contextlib.ExitStack() as stack:
-            target = self._target()
-            try:
-                make_folder(target.parent, _STEP)
-                lock = target.with_name(f".{target.name}.lock")
-                stack.enter_context(exclusive(lock, wait=True))
-            except OSError as error:
-                raise _unwritable(target, error) from error
-            yield self.list()
+    def _changing(self) -> Iterator[MutableSequence[Key]]:
+        """The current keys under the lock of the file, into which the block's changes are written.
+
+        Raises: StateError.
+        """
+        # The file itself: on Kubernetes `path` is a link into the folder of a mounted Secret.
+        target = self.path.resolve()
+        try:
+            make_folder(target.parent, _STEP)
+            with exclusive(target.with_name(f".{target.name}.lock"), wait=True):
+                known = [*self.list()]
+                yield known
+                # Fields without a value are omitted, so older releases without limits can read the
+                # file. A key with limits must not be readable there: it would see everything.
+                content = _KeyFile(keys=tuple(known)).model_dump_json(
+                    indent=2, exclude_none=True, by_alias=True
+                )
+                write_whole(target, content.encode(), _STEP)
+        except OSError as error:
+            raise StateError(
+                f"The file of keys {target} cannot be written ({error.strerror}). Allow this user "
+                f"to write to {target.parent}, or choose another folder."
+            ) from error
 
     def _unreadable(self, reason: str) -> StateError:
         return StateError(
             f"The file of keys {self.path} cannot be read ({reason}), so no key is accepted. "
             "Restore it from a copy, or remove it and create its keys again."
         )
-
-    def _write(self, keys: Iterable[Key]) -> None:
-        # Fields without a value are omitted, so older releases without limits can read the file.
-        # A key with limits must not be readable there: it would have access to everything.
-        content = _KeyFile(keys=tuple(keys)).model_dump_json(
-            indent=2, exclude_none=True, by_alias=True
-        )
-        target = self._target()
-        try:
-            write_whole(target, content.encode(), _STEP)
-        except OSError as error:
-            raise _unwritable(target, error) from error
-
-    def _target(self) -> Path:
-        """The file itself: on Kubernetes `path` is a link into the folder of a mounted Secret."""
-        return self.path.resolve()
 
 
 @dataclass(frozen=True, slots=True)
@@ -417,7 +397,8 @@ def open_keys(state: Path | None) -> KeyStore | None:
 
 def allowed(scopes: Iterable[Scope]) -> frozenset[Scope]:
     """These scopes and the ones they imply: admin implies write, write implies search."""
-    return frozenset().union(*(_IMPLIED[scope] for scope in scopes))
+    ranks = [SCOPES.index(scope) for scope in scopes]
+    return frozenset(SCOPES[: max(ranks) + 1] if ranks else ())
 
 
 def _new_id(taken: set[str]) -> str:
@@ -437,15 +418,24 @@ def _matching(keys: Mapping[str, Key], text: str) -> Key | None:
     return key if key and is_new | is_old and key.state(now) == "active" else None
 
 
-def _named(keys: Iterable[Key], name: str, what: str) -> Key:
-    """The key with this name that was not revoked. Raises: KeyNotFoundError."""
-    names = {key.name: key for key in keys if key.revoked_at is None}
-    if name not in names:
+def _place_of(name: str, keys: Sequence[Key], what: str) -> int:
+    """The index of the key with this name that was not revoked. Raises: KeyNotFoundError."""
+    places = {key.name: place for place, key in enumerate(keys) if key.revoked_at is None}
+    if name not in places:
         raise KeyNotFoundError(
             f"There is no key {name[:_SHOWN]!r} to {what}. Existing keys: "
-            f"{', '.join(sorted(names)) or 'none'}."
+            f"{', '.join(sorted(places)) or 'none'}."
         )
-    return names[name]
+    return places[name]
+
+
+@contextlib.contextmanager
+def _as_value_error() -> Iterator[None]:
+    """Raise the errors of the block as those of a field."""
+    try:
+        yield
+    except (InvalidParameterError, FilterError) as error:
+        raise ValueError(str(error).rstrip(".")) from error
 
 
 @functools.lru_cache(_PARSED_FILTERS)
@@ -460,10 +450,3 @@ def _digest(secret: str) -> str:
 
 def _now() -> datetime:
     return datetime.now(UTC)
-
-
-def _unwritable(path: Path, error: OSError) -> StateError:
-    return StateError(
-        f"The file of keys {path} cannot be written ({error.strerror}). Allow this user to write "
-        f"to {path.parent}, or choose another folder."
-    )

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from kinlens.embedder.errors import KinlensError, StateError
 from kinlens.embedder.programs.console import print_error
 from kinlens.embedder.programs.faults import fault_text, path_of
+from kinlens.service.commands.settings import PREFIX, variables
 from kinlens.service.settings import Settings
 
 State = Annotated[
@@ -21,57 +22,46 @@ State = Annotated[
 ]
 LogLevel = Annotated[str | None, typer.Option(help="debug, info, warning or error (default info).")]
 
-_HELP = {
-    "bundle": "Folder of the model bundle.",
-    "gallery": "Gallery as NAME=PATH or PATH, NAME=milvus://HOST:PORT/GALLERY, or the URL of a "
-    "published gallery such as NAME=s3://bucket/shop; repeatable, the first is the default.",
-    "image_root": "NAME=DIR, the current folder of a gallery's images; repeatable.",
-    "pictures": "NAME=URL, a folder or an fsspec URL such as s3://bucket/shop for the uploaded "
-    "images of a gallery on Milvus; repeatable.",
-    "follow": "Interval to check the URLs of followed galleries: 5s, 2m (default 5s).",
-    "replica_folder": "Folder for the copies of followed galleries (default STATE/replicas).",
-    "host": "Address to listen on (default 127.0.0.1).",
-    "port": "Port; 0 picks a free one (default 8000).",
-    "device": "Device for the model and the searches: cpu or cuda (default cpu).",
-    "index_device": "Device for the searches, if not that of the model: cpu or cuda.",
-    "precision": "Precision of the model: fp32, bf16, int8, fp16 or auto, the fastest that is "
-    "accurate on this machine (default fp32).",
-    "engine": "Engine of the model: onnxruntime, openvino or auto, the faster one in the "
-    "measurement of the export (default auto).",
-    "threads": "Threads for one batch (default 1).",
-    "no_match_prior": "Share of searches for a product that is in no gallery (default 0.1).",
-    "redis_url": "Redis as second cache level and for rate limits: redis://HOST:PORT/0.",
-}
+_SHARED = (
+    *("bundle", "galleries", "image_roots", "pictures", "follow", "replica_folder", "host", "port"),
+    *("device", "index_device", "allow_cpu_fallback", "precision", "engine", "threads"),
+    *("no_match_prior", "redis_url"),
+)
+"""The settings that are options of several commands."""
+
+_REPEATED = {"galleries": "gallery", "image_roots": "image_root", "pictures": "pictures"}
+"""The options that are given once for each value of a setting."""
+
+_VARIABLES = {variable.name: variable for variable in variables()}
 _HARMLESS = ("greater_", "less_", "int_", "float_", "bool_", "literal_")
 """Error types of numbers and choices, whose values are never secret."""
-
-_REPEATED = ("gallery", "image_root", "pictures")
-_SHARED: dict[str, Any] = {
-    name: Annotated[list[str] if name in _REPEATED else str, typer.Option(help=text)]
-    for name, text in _HELP.items()
-} | {
-    "state": State,
-    "log_level": LogLevel,
-    "allow_cpu_fallback": Annotated[
-        bool,
-        typer.Option(
-            "--allow-cpu-fallback", help="With cuda: run the model on the CPU if CUDA fails."
-        ),
-    ],
-}
 
 
 def with_shared(command: Callable[..., None]) -> Callable[..., None]:
     """Replace the `**given` of `command` by the options of the service."""
-    keyword = inspect.Parameter.KEYWORD_ONLY
     own = list(inspect.signature(command).parameters.values())[:-1]
-    shared = [
-        inspect.Parameter(name, keyword, default=None, annotation=annotation)
-        for name, annotation in _SHARED.items()
+    shared = {_REPEATED.get(name, name): _option(name) for name in _SHARED}
+    shared |= {"state": State, "log_level": LogLevel}
+    given = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=option)
+        for name, option in shared.items()
     ]
-    command.__signature__ = inspect.Signature([*own, *shared])  # type: ignore[attr-defined]
-    command.__annotations__ = {p.name: p.annotation for p in (*own, *shared)}
+    command.__signature__ = inspect.Signature([*own, *given])  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in (*own, *given)}
     return command
+
+
+def _option(setting: str) -> Any:
+    """The option of a setting, with its description."""
+    variable = _VARIABLES[PREFIX + setting.upper()]
+    text = variable.meaning.replace("`", "")
+    if setting in _REPEATED:
+        text = text.replace(", separated by commas", "")
+        return Annotated[list[str], typer.Option(help=f"{text} Repeatable.")]
+    limits = f"; {variable.limits}" if variable.limits else ""
+    if variable.default == "false":
+        return Annotated[bool, typer.Option(f"--{setting.replace('_', '-')}", help=text)]
+    return Annotated[str, typer.Option(help=f"{text} Default: {variable.default}{limits}.")]
 
 
 def read_settings(**options: Any) -> Settings:
@@ -79,9 +69,9 @@ def read_settings(**options: Any) -> Settings:
 
     Raises: ValidationError.
     """
-    plural = {"gallery": "galleries", "image_root": "image_roots"}
+    settings = {option: setting for setting, option in _REPEATED.items()}
     given = {name: value for name, value in options.items() if value not in (None, [])}
-    return Settings(**{plural.get(name, name): value for name, value in given.items()})
+    return Settings(**{settings.get(name, name): value for name, value in given.items()})
 
 
 def make_state(folder: Path | None) -> None:

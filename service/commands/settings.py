@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kinlens.service.commands import options
+from kinlens.embedder.programs.console import print_error
 from kinlens.service.observe.logs import masked
 from kinlens.service.settings import GROUPS, Settings
 
@@ -62,7 +62,8 @@ def settings(
     wanted = text.casefold()
     matching = [x for x in variables() if wanted in f"{x.name} {x.meaning}".casefold()]
     if not matching:
-        options.refuse(f"No setting contains {text!r}. List all: kinlens-serve settings.")
+        print_error(f"No setting contains {text!r}. List all: kinlens-serve settings.")
+        raise typer.Exit(1)
     for group, members in groupby(matching, attrgetter("group")):
         typer.secho(group, bold=True)
         for variable in members:

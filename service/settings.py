@@ -191,7 +191,11 @@ class Settings(BaseSettings):
     max_batch_queries: ClassVar[int] = 64
     max_items_per_request: ClassVar[int] = 256
     max_views: ClassVar[int] = 256  # images and crops over all queries of a request
+    max_megapixels: ClassVar[float] = 64.0  # of an image, read from its header
     max_side_px: ClassVar[int] = 16_384
+    queue_size: ClassVar[int] = 64  # of each stage; reads of items and images have 16 times that
+    decode_memory_mb: ClassVar[int] = 1_024  # address space of a worker, in addition to the model
+    decode_timeout_ms: ClassVar[int] = 5_000  # of each image
     reload_interval_ms: ClassVar[int] = 1_000
     ready_timeout_ms: ClassVar[int] = 5_000  # of each readiness check
     pictures_timeout_ms: ClassVar[int] = 5_000  # of an uploaded image of a gallery on Milvus
@@ -300,19 +304,9 @@ class Settings(BaseSettings):
     """Searches processed at the same time. `cores` respects CPU affinity and container limits,
     rounded up. For N services on one host, cores / N + 1 is enough.
     """
-    queue_size: int = Field(default=64, ge=1)
-    """Length of the queue of the search threads, and of each queue for bodies, filters, writes and
-    feedback; 16 times that for reads of items and images. A full queue answers 503.
-    """
-    decode_memory_mb: int = Field(default=1024, ge=256)
-    """Address space of a worker process in MiB, in addition to the model."""
-    decode_timeout_ms: int = Field(default=5_000, ge=1)
-    """Time limit for decoding one image."""
 
     max_upload_bytes: int = Field(default=20 * 2**20, ge=1)
     """Bytes of an image; a request may be 64 KiB larger."""
-    max_megapixels: float = Field(default=64.0, gt=0, le=178)
-    """Megapixels of an image, read from its header."""
     max_batch_bytes: int = Field(default=64 * 2**20, ge=1)
     """Bytes of a request with several images."""
     max_held_bytes: int = Field(default=256 * 2**20, ge=1)

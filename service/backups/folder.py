@@ -18,7 +18,6 @@ import sqlite3
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -34,11 +33,7 @@ from kinlens.indexer.gallery import restore as restore_gallery
 from kinlens.indexer.types import Progress
 from kinlens.service.access.keys import KeyStore
 from kinlens.service.galleries.bundles import Bundles
-from kinlens.service.galleries.locations import (
-    GalleryLocation,
-    Locations,
-    known_bundles,
-)
+from kinlens.service.galleries.locations import Locations, known_bundles
 from kinlens.service.galleries.uploads import UploadFolder
 from kinlens.service.jobs.store import JobStore
 from kinlens.service.settings import REPLICAS, Settings
@@ -115,17 +110,17 @@ def last_backup(state: Path) -> LastBackup:
 def back_up(settings: Settings, out: Path, on_progress: Progress) -> Backup:
     """Copy all data that the service stores in folders to the new folder `out`, while it runs.
 
-    The outcome is recorded in the state folder for `last_backup`.
+    The backup contains every change that was acknowledged before the call. `out` is created only
+    when the backup is complete. The outcome is recorded in the state folder for `last_backup`.
 
-    Raises: as `_back_up`.
+    Raises: StateError if `out` exists; KinlensError; OSError.
     """
-    record = partial(_record, settings.state)
     try:
         report = _back_up(settings, out, on_progress)
     except BaseException:
-        record(has_failed=True)
+        _record(settings.state, has_failed=True)
         raise
-    record(succeeded_at=time.time(), has_failed=False)
+    _record(settings.state, succeeded_at=time.time(), has_failed=False)
     return report
 
 
@@ -138,13 +133,6 @@ def _record(state: Path | None, **changes: Any) -> None:
 
 
 def _back_up(settings: Settings, out: Path, on_progress: Progress) -> Backup:
-    """Copy all data that the service stores in folders to the new folder `out`, while it runs.
-
-    The backup contains every change that was acknowledged before the call. `out` is created only
-    when the backup is complete.
-
-    Raises: StateError if `out` exists; KinlensError; OSError.
-    """
     if out.exists():
         raise StateError(f"out = {out} already exists. Choose a new folder for the backup.")
     make_folder(out.absolute().parent, _STEP)
@@ -201,7 +189,7 @@ def check(backup: Path, on_progress: Progress) -> Backup:
     for gallery in report.galleries:
         check_backup(_gallery_in(backup, gallery.name))
     for bundle in report.bundles:
-        Bundle.open(_bundle_in(backup, bundle.bundle_id))
+        Bundle.open(backup / "bundles" / bundle.bundle_id)
     if (backup / "state" / _KEYS).is_file():
         KeyStore(backup / "state" / _KEYS).list()
     for file in (backup / "state").glob("*.sqlite"):
@@ -247,23 +235,17 @@ def _is_left_over(entry: Path) -> bool:
     return entry.name.startswith(_PART)  # of a restore that was killed; the next one removes it
 
 
-def _in_folders(settings: Settings) -> list[GalleryLocation]:
-    """The galleries in folders, without copies of followed galleries. Raises: GalleryError."""
-    found = [one for one in Locations(settings).list_galleries() if one.follows is None]
-    for location in found:
-        if location.path is not None and not location.exists:
+def _save_galleries(
+    settings: Settings, stage: Path, on_progress: Progress
+) -> Iterator[SavedGallery]:
+    for location in Locations(settings).list_galleries():
+        if location.path is None or location.follows is not None:
+            continue
+        if not location.exists:
             raise GalleryError(
                 f"No gallery at {location.path}, which the settings name {location.name!r}. "
                 "Correct or remove this --gallery."
             )
-    return [location for location in found if location.path is not None]
-
-
-def _save_galleries(
-    settings: Settings, stage: Path, on_progress: Progress
-) -> Iterator[SavedGallery]:
-    for location in _in_folders(settings):
-        assert location.path is not None
         target, uploads = _gallery_in(stage, location.name), UploadFolder(location.path)
         with uploads.removal_paused():
             try:
@@ -380,19 +362,19 @@ def _sums(backup: Path) -> dict[str, str]:
     """The sha256 of each file in SHA256SUMS, by its path. Raises: StateError."""
     file = backup / SUMS
     try:
-        *lines, end = file.read_bytes().decode("utf-8").split("\n")
+        lines = file.read_text("utf-8").removesuffix("\n").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise StateError(
             f"No backup at {backup}: {SUMS} cannot be read ({type(error).__name__}). Pass the "
             "folder that `kinlens-serve backup --out` wrote."
         ) from error
-    found = {}
-    for line in [*lines, end] if end else lines:
-        digest, gap, path = line[:64], line[64:66], line[66:]
-        if gap != "  " or not path or line == end:
+    sums = {}
+    for line in lines:
+        digest, _, path = line.partition("  ")
+        if not path:
             raise StateError(f"{file} is damaged at the line {line[:80]!r}. {_CURE}")
-        found[path] = digest
-    return found
+        sums[path] = digest
+    return sums
 
 
 def _digest(file: Path) -> str:
@@ -426,7 +408,3 @@ def _copy(source: Path, target: Path, on_progress: Progress) -> None:
 
 def _gallery_in(backup: Path, name: str) -> Path:
     return backup / "galleries" / name
-
-
-def _bundle_in(backup: Path, bundle_id: str) -> Path:
-    return backup / "bundles" / bundle_id

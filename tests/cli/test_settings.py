@@ -91,8 +91,8 @@ def test_settings_come_from_the_environment_and_arguments_win(monkeypatch) -> No
     }
     for name, (text, _) in given.items():
         monkeypatch.setenv(f"KINLENS_{name}", text)
-    settings = Settings(queue_size=50)
-    assert settings.queue_size == 50
+    settings = Settings(search_threads=50)
+    assert settings.search_threads == 50
     for name, (_, expected) in given.items():
         assert getattr(settings, name.lower()) == expected
     assert Settings(port=1).port == 1

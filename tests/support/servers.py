@@ -244,13 +244,20 @@ def shared_workers() -> Workers:
     return workers
 
 
+def settings_of(**given: Any) -> Settings:
+    """Settings, also with other values of their constants."""
+    constants = {name: given.pop(name) for name in [*given] if name not in Settings.model_fields}
+    return type("OtherSettings", (Settings,), {"__module__": __name__, **constants})(**given)
+
+
 def create_app(
     settings: Settings, embedder: Embedder | None = None, galleries: Any = None, **parts: Any
 ) -> FastAPI:
     """The product's, which decodes for a given embedder in workers that are already there, unless
     the settings limit its workers.
     """
-    if embedder is not None and not any(map(settings.model_fields_set.__contains__, _LIMITS)):
+    has_own = any(getattr(settings, name) != getattr(Settings, name) for name in _LIMITS)
+    if embedder is not None and not has_own:
         parts["workers"] = shared_workers()
     return service_app.create_app(settings, embedder, galleries, **parts)
 
@@ -351,7 +358,7 @@ def start_service(embedder: GatedEmbedder, gallery: FakeGallery) -> Iterator[Sta
         **settings: Any,
     ) -> Running:
         given = galleries if galleries is not None else {gallery.name: gallery}
-        app = create_app(Settings(**DEFAULTS | settings), embedder, given)
+        app = create_app(settings_of(**DEFAULTS | settings), embedder, given)
         started.append(run(app))
         return started[-1]
 

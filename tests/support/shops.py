@@ -16,9 +16,8 @@ from kinlens.embedder.session import Embedder
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.types import Entry
 from kinlens.service.galleries.uploads import UploadFolder
-from kinlens.service.settings import Settings
 from tests.support.seams import GalleryExport, import_gallery
-from tests.support.servers import DEFAULTS, Running, create_app, run
+from tests.support.servers import DEFAULTS, Running, create_app, run, settings_of
 
 PROBLEM = "application/problem+json"
 
@@ -101,7 +100,7 @@ def start_shop(
 ) -> Shop:
     """Serve the folder `state`; with a new gallery `shop` if there is none."""
     given = DEFAULTS | {"state": state, "anonymous_scopes": ("admin",)} | settings
-    running = run(create_app(Settings(**given), embedder or FakeEmbedder()))
+    running = run(create_app(settings_of(**given), embedder or FakeEmbedder()))
     shop = Shop(running, state)
     if create and shop.client.get("/galleries/shop").status_code == 404:
         shop.create("shop")

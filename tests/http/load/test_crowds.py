@@ -17,7 +17,6 @@ import pytest
 
 from kinlens.embedder.errors import DeadlineExceededError
 from kinlens.indexer.types import SearchOptions
-from kinlens.service.settings import Settings
 from tests.support.seams import Batcher, LruCache
 from tests.support.servers import (
     DEFAULTS,
@@ -26,6 +25,7 @@ from tests.support.servers import (
     Running,
     create_app,
     run,
+    settings_of,
     workers_of,
 )
 from tests.support.shops import assert_problem
@@ -92,7 +92,7 @@ def gated() -> GatedEmbedder:
 def slow(gated: GatedEmbedder, photos: list[bytes]) -> Iterator[Running]:
     """A service for all tests of this file that decodes in processes."""
     galleries = {"shop": FakeGallery(gated, photos)}
-    service = run(create_app(Settings(**DEFAULTS | SLOW_LIMITS), gated, galleries))
+    service = run(create_app(settings_of(**DEFAULTS | SLOW_LIMITS), gated, galleries))
     yield service
     service.close()
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import httpx
 
 from kinlens.embedder.fake import FakeEmbedder
-from kinlens.service.settings import Settings
 from tests.support.odd_images import (
     PROBLEMS,
     STREET_PHOTO,
@@ -17,7 +16,15 @@ from tests.support.odd_images import (
     odd_images,
     street_photo,
 )
-from tests.support.servers import DEFAULTS, FakeGallery, Running, create_app, run, workers_of
+from tests.support.servers import (
+    DEFAULTS,
+    FakeGallery,
+    Running,
+    create_app,
+    run,
+    settings_of,
+    workers_of,
+)
 from tests.tiny import encoded
 
 PATIENT_MS = 120_000
@@ -30,7 +37,7 @@ def started(**more: object) -> Iterator[Running]:
     embedder = FakeEmbedder()
     gallery = FakeGallery(embedder, [encoded(street_photo(n)) for n in range(12)])
     times = dict.fromkeys(("decode_timeout_ms", "request_timeout_ms"), PATIENT_MS)
-    settings = Settings(**DEFAULTS | times | more)
+    settings = settings_of(**DEFAULTS | times | more)
     service = run(create_app(settings, embedder, {"shop": gallery}))
     service.client.timeout = httpx.Timeout(PATIENT_MS / 1e3)
     yield service

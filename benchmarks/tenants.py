@@ -106,7 +106,7 @@ def serving_tenants(bundle: Path, state: Path, galleries: int, keys: int) -> Ite
             scopes=("search",),
             digest=digest,
             created_at=now,
-            own_limits=Limits(galleries=("tenant0",), filter=f"tenant = {number}"),
+            limits=Limits(galleries=("tenant0",), filter=f"tenant = {number}"),
         ).model_dump(mode="json", by_alias=True, exclude_none=True)
         for number in range(keys)
     ]

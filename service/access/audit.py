@@ -71,8 +71,8 @@ def note(
 ) -> None:
     """Record for the audit log what a request changes; later values replace earlier ones."""
     fields = {"affected": affected, "gallery": gallery, "target": target}
-    known = state.get("change", {})
-    state["change"] = known | {name: value for name, value in fields.items() if value is not None}
+    known = {name: value for name, value in fields.items() if value is not None}
+    state.setdefault("change", {}).update(known)
 
 
 class AuditLog:

@@ -41,9 +41,7 @@ KEYS_FILE = "keys.json"
 _SHOWN = 80
 _PARSED_FILTERS = 100_000  # one for each key, so that a changed file costs only the new ones
 _MAX_GALLERIES = 1_000
-MAX_FILTER = 2_000
-"""Maximum length of the filter of a key in characters."""
-
+_MAX_FILTER = 2_000
 MAX_DAILY_UNITS = 999_999_999
 OVERLAP = timedelta(hours=24)
 """How long the old secret of a rotated key stays valid."""
@@ -64,7 +62,7 @@ class Limits(BaseModel):
     )
     filter: str | None = Field(
         default=None,
-        max_length=MAX_FILTER,
+        max_length=_MAX_FILTER,
         description="The key only sees items of these galleries that match this filter.",
     )
     rate: str | None = Field(
@@ -124,7 +122,7 @@ class Key(BaseModel):
     A rotated key keeps its id, so its rate, log lines and metrics continue.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     id: str = Field(pattern=r"^[0-9a-f]{8}$")
     name: str = Field(pattern=rf"^{_NAME.pattern}$")
@@ -133,14 +131,9 @@ class Key(BaseModel):
     created_at: datetime
     expires_at: datetime | None = None
     revoked_at: datetime | None = None
-    own_limits: Limits | None = Field(default=None, alias="limits")
+    limits: Limits = NO_LIMITS
     rotated_at: datetime | None = None
     old: OldSecret | None = None
-
-    @property
-    def limits(self) -> Limits:
-        """The limits of the key; all None if it has none."""
-        return self.own_limits or NO_LIMITS
 
     def state(self, now: datetime) -> Literal["active", "expired", "revoked"]:
         """`active`, `expired` or `revoked`."""
@@ -170,7 +163,7 @@ class Key(BaseModel):
 class _KeyFile(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[1]
     keys: tuple[Key, ...] = ()
 
 
@@ -215,7 +208,7 @@ class KeyStore:
                 digest=_digest(secret),
                 created_at=_now(),
                 expires_at=expires_at,
-                own_limits=None if limits == NO_LIMITS else limits,
+                limits=limits,
             )
             known.append(key)
         return f"kl_{key.id}_{secret}"
@@ -294,8 +287,8 @@ class KeyStore:
                 yield known
                 # Fields without a value are omitted, so older releases without limits can read the
                 # file. A key with limits must not be readable there: it would see everything.
-                content = _KeyFile(keys=tuple(known)).model_dump_json(
-                    indent=2, exclude_none=True, by_alias=True
+                content = _KeyFile(schema_version=1, keys=tuple(known)).model_dump_json(
+                    indent=2, exclude_none=True, exclude_defaults=True
                 )
                 write_whole(target, content.encode(), _STEP)
         except OSError as error:

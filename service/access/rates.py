@@ -68,41 +68,39 @@ class Addresses:
         X-Forwarded-For is read from its end, where the nearest proxy appends, up to the first
         address that is not a trusted proxy.
         """
-        client = scope.get("client")
-        peer = _parse(client[0]) if client else None
-        if peer is None:
+        address = _peer(scope)
+        if address is None:
             return _NO_ADDRESS
-        if self._is_trusted(peer):
-            peer = self._behind(peer, scope)
-        return _shown(peer)
+        if not self._is_trusted(address):
+            return _shown(address)
+        forwarded = ",".join(Headers(scope=scope).getlist(_FORWARDED))
+        for text in reversed(forwarded.split(",")):
+            match = _WITH_PORT.fullmatch(text.strip())
+            sender = _parse(match[1] or match[2] if match else text.strip())
+            if sender is None:
+                break
+            address = sender
+            if not self._is_trusted(address):
+                break
+        return _shown(address)
 
     def trusts(self, scope: Scope) -> bool:
         """Whether a request comes directly from a trusted proxy."""
-        client = scope.get("client")
-        peer = _parse(client[0]) if client else None
+        peer = _peer(scope)
         return peer is not None and self._is_trusted(peer)
 
-    def _behind(self, peer: Address, scope: Scope) -> Address:
-        forwarded = ",".join(Headers(scope=scope).getlist(_FORWARDED))
-        for text in reversed(forwarded.split(",")):
-            found = _WITH_PORT.fullmatch(text.strip())
-            address = _parse(found[1] or found[2] if found else text.strip())
-            if address is None:
-                break
-            peer = address
-            if not self._is_trusted(address):
-                break
-        return peer
-
     def _is_trusted(self, address: Address) -> bool:
-        return any(
-            address.version == network.version and address in network for network in self._trusted
-        )
+        return any(address in network for network in self._trusted)
 
 
 def client_address(scope: Scope) -> str:
     """The client address that `Edge` has found for this request."""
     return str(scope["state"]["address"])
+
+
+def _peer(scope: Scope) -> Address | None:
+    client = scope.get("client")
+    return _parse(client[0]) if client else None
 
 
 @functools.lru_cache(_KNOWN_ADDRESSES)
@@ -254,6 +252,7 @@ class RateLimits:
         if debts is None:
             debts = self._local.hit(rates, kind, caller, charge)
         verdicts = [_verdict(rate, *each) for rate, each in zip(rates, debts, strict=True)]
+        # A refusal before anything else, then the rate that is closest to its limit.
         return min(verdicts, key=lambda v: (v.allowed, v.remaining, -v.retry_after_s))
 
     async def _shared_hit(

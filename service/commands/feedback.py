@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.table import Table
 
 from kinlens.embedder.errors import InvalidParameterError
-from kinlens.service.access.audit import Change
+from kinlens.service.access.audit import AuditLog, Change
 from kinlens.service.commands import options
-from kinlens.service.commands.keys import BY_COMMAND, existing, noted
+from kinlens.service.commands.keys import BY_COMMAND, existing
 from kinlens.service.galleries.feedback import ACTIONS, FeedbackStore, open_feedback
 
 app = typer.Typer(no_args_is_help=True, help="Feedback of users on answers: export, show, clear.")
@@ -67,7 +67,7 @@ def clear(gallery: Named = None, state: options.State = None) -> None:
         forgotten = store.clear(gallery)
     assert settings.state is not None
     change = Change("feedback clear", BY_COMMAND, 200, gallery=gallery, affected=forgotten)
-    noted(settings.state, change)
+    AuditLog(settings.state).add(change)
     typer.echo(f"Deleted {forgotten:,} feedbacks.")
 
 

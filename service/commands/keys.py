@@ -158,16 +158,11 @@ def audit(
     Console().print(table)
 
 
-def noted(state: Path, change: Change) -> None:
-    """Write a change by a command to the audit log of the folder `state`."""
-    AuditLog(state).add(change)
-
-
 @contextlib.contextmanager
 def _changing(command: str, name: str, state: object) -> Iterator[KeyStore]:
     folder = _folder(state)
     yield _store(folder)
-    noted(folder, Change(f"keys {command}", BY_COMMAND, 200, target=name, affected=1))
+    AuditLog(folder).add(Change(f"keys {command}", BY_COMMAND, 200, target=name, affected=1))
 
 
 def _folder(state: object) -> Path:

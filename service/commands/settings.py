@@ -106,7 +106,12 @@ def unknown_variables() -> list[str]:
     warnings = []
     for name in sorted(given.keys() - {*known, *_OTHERS}):
         near = difflib.get_close_matches(name, known, n=1)
-        cure = _REMOVED.get(name, f"Did you mean {PREFIX}{near[0]}? " if near else "")
+        if name in _REMOVED:
+            cure = _REMOVED[name]
+        elif name.lower() in Settings.__class_vars__:
+            cure = f"Its value is always {getattr(Settings, name.lower()):,g}. "
+        else:
+            cure = f"Did you mean {PREFIX}{near[0]}? " if near else ""
         warnings.append(
             f"{given[name]} is no setting and is ignored. {cure}kinlens-serve settings lists all."
         )

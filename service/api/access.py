@@ -12,7 +12,7 @@ from kinlens.models import Access, Audit, KeyModel, Keys, NewKey, Scope
 from kinlens.service.access import keys
 from kinlens.service.access.audit import note
 from kinlens.service.access.keys import MAX_OVERLAP, OVERLAP, Key, KeyStore, Limits
-from kinlens.service.api.galleries import Service
+from kinlens.service.api.galleries import STATE_FAILURES, Service
 from kinlens.service.http.openapi import problems
 from kinlens.service.http.rules import Route, rule
 from kinlens.service.runtime import Runtime
@@ -21,14 +21,8 @@ T = TypeVar("T")
 _MAX_DAYS = 3_650
 _MAX_ENTRIES = 1_000
 _HOUR = timedelta(hours=1)
-_STATE = (
-    errors.StateMissingError,
-    errors.StateError,
-    errors.InvalidParameterError,
-    errors.DeadlineExceededError,
-    errors.OverloadedError,
-)
-_UNKNOWN = errors.KeyNotFoundError
+_OF_ALL = problems(*STATE_FAILURES)
+_OF_ONE = problems(*STATE_FAILURES, errors.KeyNotFoundError)
 _NO_STORE = {"Cache-Control": "no-store"}
 
 Name = Annotated[str, Path(max_length=64, description="The name of a key.")]
@@ -78,7 +72,7 @@ async def access(runtime: Service, request: Request) -> Access:
     )
 
 
-@router.get("/keys", responses=problems(*_STATE), summary="List API keys")
+@router.get("/keys", responses=_OF_ALL, summary="List API keys")
 @rule("admin", "service")
 async def list_keys(runtime: Service) -> Keys:
     """All keys without their secrets, including revoked and expired ones, oldest first."""
@@ -86,7 +80,7 @@ async def list_keys(runtime: Service) -> Keys:
     return Keys(keys=[_model(key) for key in found])
 
 
-@router.post("/keys", status_code=201, responses=problems(*_STATE), summary="Create an API key")
+@router.post("/keys", status_code=201, responses=_OF_ALL, summary="Create an API key")
 @rule("admin", "service")
 async def create_key(
     runtime: Service, new: KeyRequest, request: Request, response: Response
@@ -106,7 +100,7 @@ async def create_key(
     return made
 
 
-@router.delete("/keys/{name}", responses=problems(*_STATE, _UNKNOWN), summary="Revoke an API key")
+@router.delete("/keys/{name}", responses=_OF_ONE, summary="Revoke an API key")
 @rule("admin", "service")
 async def revoke_key(runtime: Service, name: Name, request: Request) -> KeyModel:
     """Revoke a key with all its secrets; all processes apply it within a second."""
@@ -118,7 +112,7 @@ async def revoke_key(runtime: Service, name: Name, request: Request) -> KeyModel
 
 @router.post(
     "/keys/{name}/rotate",
-    responses=problems(*_STATE, _UNKNOWN),
+    responses=_OF_ONE,
     summary="Give an API key a new secret",
 )
 @rule("admin", "service")
@@ -140,7 +134,7 @@ async def rotate_key(
     return made
 
 
-@router.get("/audit", responses=problems(*_STATE), summary="List the audit log")
+@router.get("/audit", responses=_OF_ALL, summary="List the audit log")
 @rule("admin", "service")
 async def audit(
     runtime: Service,

@@ -1,13 +1,12 @@
 """Near-duplicates of a gallery over HTTP: one product photographed or listed twice."""
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Annotated
 
 from fastapi import APIRouter, Query
 
-from kinlens.embedder.errors import InvalidParameterError, OverloadedError
+from kinlens.embedder.errors import InvalidParameterError
 from kinlens.indexer.checks.duplicates import (
     Member,
     NearDuplicates,
@@ -19,6 +18,7 @@ from kinlens.indexer.gallery import Gallery
 from kinlens.models import DuplicatesAnswer, NearCrowd, NearFloor, NearItem
 from kinlens.service.api.galleries import FAILURES, Service
 from kinlens.service.api.items import item_model
+from kinlens.service.concurrency import BoundedPool, within
 from kinlens.service.galleries.registry import Served
 from kinlens.service.http.openapi import problems
 from kinlens.service.http.rules import Route, rule
@@ -28,7 +28,7 @@ MAX_ITEMS = 10_000
 """Maximum number of items in a gallery that a request may search for near-duplicates."""
 
 _MAX_GROUPS = 200
-_at_work = threading.Lock()  # one run at a time, since it uses all cores
+_SCANS = BoundedPool("near-duplicates", 1, 0)  # one at a time, since it uses all cores
 
 router = APIRouter(route_class=Route)
 
@@ -82,27 +82,13 @@ async def duplicates(
                 ],
             )
 
+        served.acquire()  # until the thread ends, even if the client has disconnected
         try:
-            return await runtime.read("the near-duplicates", lambda: _exclusively(served, read))
+            limit_s = runtime.settings.request_timeout_ms / 1e3
+            async with within(limit_s, "Reading the near-duplicates"):
+                return await _SCANS.run(read, after=served.release)
         finally:
             over.cancel()
-
-
-def _exclusively(served: Served, read: Callable[[], DuplicatesAnswer]) -> DuplicatesAnswer:
-    """Run `read` with a lease on `served`, since it continues briefly after a cancellation."""
-    if not _at_work.acquire(blocking=False):
-        raise OverloadedError(
-            "Another search for near-duplicates is running. Try again in a second."
-        )
-    try:
-        if not served.acquire():
-            raise OverloadedError("The gallery has just been replaced. Try again in a second.")
-        try:
-            return read()
-        finally:
-            served.release()
-    finally:
-        _at_work.release()
 
 
 def _comparable(served: Served) -> Gallery:

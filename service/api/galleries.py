@@ -51,6 +51,12 @@ CHANGE_FAILURES = (
     errors.GalleryBusyError,
 )
 
+STATE_FAILURES = (
+    *(errors.StateMissingError, errors.StateError, errors.InvalidParameterError),
+    *(errors.DeadlineExceededError, errors.OverloadedError),
+)
+"""Problems that every request about a file of the state folder can return."""
+
 IMAGE_FAILURES = (
     errors.EmptyImageError,
     errors.ImageTooManyBytesError,

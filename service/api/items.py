@@ -21,6 +21,7 @@ from pydantic_core import PydanticCustomError
 from kinlens.embedder import errors
 from kinlens.embedder.errors import InvalidParameterError
 from kinlens.embedder.programs.faults import fault_text, path_of, shown
+from kinlens.indexer.filters.tree import Filter
 from kinlens.indexer.types import Item, SearchOptions, sort_by_of
 from kinlens.models import (
     ItemModel,
@@ -365,9 +366,7 @@ async def patch(runtime: Service, name: str, request: Request) -> PatchAnswer:
     elif sent.products is not None:
         changed = await runtime.items.patch_products(name, sent.products)
     else:
-        where = await runtime.read("the filter", lambda: where_of(sent.filter), "filter")
-        if where is None:
-            raise errors.FilterError("The filter is empty. To change single items, send changes.")
+        where = await _where(runtime, sent.filter, "change single items, send changes")
         changed = await runtime.items.patch_where(name, where, sent.set or {})
     return _patched(request, changed)
 
@@ -404,9 +403,7 @@ async def remove_many(runtime: Service, name: str, request: Request) -> RemoveAn
     if sent.keys is not None:
         removed = await runtime.items.remove(name, sent.keys, sent.keep)
     else:
-        where = await runtime.read("the filter", lambda: where_of(sent.filter), "filter")
-        if where is None:
-            raise errors.FilterError("The filter is empty. To remove all items, send keys.")
+        where = await _where(runtime, sent.filter, "remove all items, send keys")
         removed = await runtime.items.remove_where(name, where)
     return _removed(request, removed)
 
@@ -442,6 +439,14 @@ async def remove_item(
 ) -> RemoveAnswer:
     """Remove one item by its id; send `generation`, since ids change with the generation."""
     return _removed(request, await runtime.items.remove_item(name, item_id, generation))
+
+
+async def _where(runtime: Runtime, sent: str | dict[str, Any] | None, cure: str) -> Filter:
+    """The filter of a change. Raises: FilterError."""
+    where = await runtime.read("the filter", lambda: where_of(sent), "filter")
+    if where is None:
+        raise errors.FilterError(f"The filter is empty. To {cure}.")
+    return where
 
 
 def _patched(request: Request, changed: Changed) -> PatchAnswer:

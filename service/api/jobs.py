@@ -11,7 +11,7 @@ from kinlens.embedder import errors
 from kinlens.models import JobLog, JobModel, JobOptions, Jobs, JobState
 from kinlens.service.access.audit import note
 from kinlens.service.access.prefix import public_path
-from kinlens.service.api.galleries import Service
+from kinlens.service.api.galleries import STATE_FAILURES, Service
 from kinlens.service.http.openapi import problems
 from kinlens.service.http.rules import Route, rule
 from kinlens.service.jobs.manager import JobManager
@@ -27,22 +27,15 @@ from kinlens.service.jobs.params import (
 from kinlens.service.jobs.store import Job
 
 T = TypeVar("T")
-_STATE = (
-    errors.OverloadedError,
-    errors.DeadlineExceededError,
-    errors.StateMissingError,
-    errors.StateError,
-    errors.InvalidParameterError,
-)
 _UNKNOWN = errors.JobNotFoundError
 _CHANGES = (
-    *_STATE,
+    *STATE_FAILURES,
     errors.GalleryNotFoundError,
     errors.GalleryConflictError,
     errors.GalleryError,
     errors.JobConflictError,
 )
-_LOOK: dict[str, Any] = {"responses": problems(*_STATE, _UNKNOWN)}
+_LOOK: dict[str, Any] = {"responses": problems(*STATE_FAILURES, _UNKNOWN)}
 _START: dict[str, Any] = {"response_model": JobModel, "status_code": 202}
 _CHANGE = _START | {"responses": problems(*_CHANGES, _UNKNOWN)}
 _START |= {"responses": problems(*_CHANGES)}
@@ -144,7 +137,7 @@ async def compact(caller: Caller, name: GalleryName) -> Job:
     return await _start(caller, name, CompactParams())
 
 
-@router.get("/jobs", responses=problems(*_STATE), summary="List jobs")
+@router.get("/jobs", responses=problems(*STATE_FAILURES), summary="List jobs")
 @rule("admin", "galleries")
 async def jobs(
     caller: Caller, state: JobState | None = None, limit: Annotated[int, Query(ge=1, le=1000)] = 100
@@ -153,7 +146,7 @@ async def jobs(
     return Jobs(jobs=[*await caller.read(lambda manager: manager.store.newest(state, limit))])
 
 
-@router.get("/jobs/options", responses=problems(*_STATE), summary="Options for jobs")
+@router.get("/jobs/options", responses=problems(*STATE_FAILURES), summary="Options for jobs")
 @rule("admin", "galleries")
 async def options(caller: Caller) -> JobOptions:
     """The names of the training jobs, data sets, weights and bundles of this service."""

@@ -25,6 +25,7 @@ from kinlens.embedder.errors import (
     BundleMismatchError,
     DeadlineExceededError,
     ImageError,
+    InvalidParameterError,
     KinlensError,
 )
 from kinlens.embedder.types import Embeddings, Hit, ItemId
@@ -41,14 +42,13 @@ from kinlens.service.galleries.registry import FILTERED, Registry, Served
 from kinlens.service.galleries.view import GalleryView
 from kinlens.service.observe.metrics import Metrics
 from kinlens.service.observe.tracing import record_wait, span
-from kinlens.service.search.query import Answer, Found, Query, nearness, uncalibrated
+from kinlens.service.search.query import Answer, Found, Query, nearness
 from kinlens.values import single
 
 _LIMITED = ("The search", "Ask for fewer results or try again in a second.")
 _VERSION_BYTES = 64
 _TIE = 1e-6  # cosines this close count as equal, so either item is a correct result
 T = TypeVar("T", Hit, Group)
-_NOTHING: Embeddings = np.empty((0, 0), dtype=np.float32)
 
 
 class CancelToken:
@@ -197,7 +197,10 @@ class Pipeline:
             version = gallery.version
             calibrated = served.calibrated = calibrated_by(served)
         if query.min_probability is not None and isinstance(calibrated, str):
-            raise uncalibrated(query.min_probability, calibrated)
+            raise InvalidParameterError(
+                f"min_probability = {query.min_probability:g} needs probabilities, and this "
+                f"gallery has none ({calibrated.rstrip('.')}). Send min_score instead."
+            )
         key = self._key(served, query, calibrated)
         results, cached = self._cached(served, query, key, version)
         stages, is_cached = Stages(), results is not None
@@ -429,15 +432,13 @@ def _targets(
     if query.like is not None:
         served.check_generation(query.generation)
         positives = (gallery.item(query.like).key, *positives)
-    if not positives and not query.negatives:
-        if len(vectors) == 1:
-            return np.ascontiguousarray(vectors[0][np.newaxis]), frozenset(), []
-        return combined_query(np.stack(vectors), _NOTHING)[np.newaxis], frozenset(), []
     keys = [*positives, *query.negatives]
-    stored = [entry.vector for entry in gallery.entries(keys)]
+    if not keys and len(vectors) == 1:
+        return np.ascontiguousarray(vectors[0][np.newaxis]), frozenset(), []
+    stored = [entry.vector for entry in gallery.entries(keys)] if keys else []
     liked = np.stack([*vectors, *stored[: len(positives)]])
     disliked = np.asarray(stored[len(positives) :], dtype=np.float32)
-    items = gallery.stored(keys)
+    items = gallery.stored(keys) if keys else {}
     exclude = frozenset(item.id for item in items.values())
     liked_items = [items[key] for key in positives if key in items]
     return combined_query(liked, disliked)[np.newaxis], exclude, liked_items

@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic_core import to_json
 
-from kinlens.embedder.errors import InvalidParameterError
 from kinlens.embedder.preprocess import Box
 from kinlens.embedder.types import Hit, ItemId
 from kinlens.indexer.calibration import Shares
@@ -210,11 +209,3 @@ def nearness(distinct: Distinct, gallery: VectorStore | GalleryView) -> float | 
     # A gallery on Milvus refuses the search later, with the reason. A gallery's own threshold
     # depends on all its items, so a caller with a filter gets the default.
     return near_score(gallery) if isinstance(gallery, Gallery) else LEAST_SCORE
-
-
-def uncalibrated(probability: float, reason: str) -> InvalidParameterError:
-    """The error for a `min_probability` in a gallery without calibration, for this `reason`."""
-    return InvalidParameterError(
-        f"min_probability = {probability:g} needs probabilities, and this gallery has none "
-        f"({reason.rstrip('.')}). Send min_score instead."
-    )

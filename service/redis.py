@@ -92,7 +92,12 @@ class _Budget:
     left_s: float
 
 
-_BUDGET: ContextVar[_Budget] = ContextVar("kinlens_redis_budget")
+_BUDGET: ContextVar[_Budget | None] = ContextVar("kinlens_redis_budget", default=None)
+
+
+def begin_budget() -> None:
+    """Give the request that begins the whole time that it may wait for Redis."""
+    _BUDGET.set(None)
 
 
 def check_url(url: str) -> None:
@@ -245,7 +250,7 @@ class SharedRedis:
 
         A failure opens the breaker, but a timeout does so only if it had a fair share of it.
         """
-        budget = _BUDGET.get(None)
+        budget = _BUDGET.get()
         if budget is None:
             _BUDGET.set(budget := _Budget(self._timeout_s))
         limit_s = budget.left_s

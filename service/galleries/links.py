@@ -35,8 +35,8 @@ _SIGNER: ContextVar[Key | None] = ContextVar("kinlens_signer", default=None)
 
 
 @contextlib.contextmanager
-def signing(key: Key) -> Iterator[None]:
-    """Sign the image links that are made inside the block for `key`."""
+def signing(key: Key | None) -> Iterator[None]:
+    """Sign the image links that are made inside the block for `key`, or none."""
     before = _SIGNER.set(key)
     try:
         yield

@@ -21,6 +21,7 @@ from kinlens.service.http.bodies import refusal_of_head
 from kinlens.service.observe.metrics import Metrics
 from kinlens.service.observe.tracing import trace_fields
 from kinlens.service.problems import BAD_REQUEST, UNKNOWN_HOST, problem, request_id_of
+from kinlens.service.redis import begin_budget
 from kinlens.service.settings import ANY_HOST, Settings
 
 _READ = frozenset({"GET", "HEAD"})
@@ -76,6 +77,7 @@ class Edge:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        begin_budget()
         state = scope.setdefault("state", {})
         state["request_id"] = request_id = _request_id(scope)
         state["address"] = self._addresses.of(scope)

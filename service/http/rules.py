@@ -30,7 +30,7 @@ from kinlens.embedder import errors
 from kinlens.embedder.errors import AccessError, KeyMissingError, KinlensError, StateError
 from kinlens.service.access import keys
 from kinlens.service.access.audit import AuditLog, Change, warn
-from kinlens.service.access.binding import calling
+from kinlens.service.access.binding import EVERYTHING, calling
 from kinlens.service.access.keys import FreshKeys, KeyStore
 from kinlens.service.access.rates import Account, RateLimits, client_address
 from kinlens.service.concurrency import BoundedPool
@@ -138,9 +138,9 @@ class Route(APIRoute):
         """
         try:
             key = await admission.admit(request, self.rule)
-            if key is None:
-                return await handler(request)
-            with calling(key.binding()), admission.signing(key):
+            # Also without a key: a server may start a request in the context of another.
+            binding = EVERYTHING if key is None else key.binding()
+            with calling(binding), admission.signing(key):
                 return await handler(request)
         except Exception as error:
             return await from_error(request, error)
@@ -183,9 +183,9 @@ class Admission:
         self._anonymous = keys.allowed(settings.anonymous_scopes)
         self._origins = frozenset(settings.cors_origins)
 
-    def signing(self, key: keys.Key) -> contextlib.AbstractContextManager[None]:
-        """Sign image links for `key`, if the settings say so."""
-        return links.signing(key) if self._signs else contextlib.nullcontext()
+    def signing(self, key: keys.Key | None) -> contextlib.AbstractContextManager[None]:
+        """Sign image links for `key`, if there is one and the settings say so."""
+        return links.signing(key if self._signs else None)
 
     async def admit(self, request: Request, rule: Rule) -> keys.Key | None:
         """The key of the caller; None without one. Raises: KinlensError for a refusal."""

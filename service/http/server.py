@@ -37,6 +37,8 @@ def config_of(app: ASGIApp, settings: Settings) -> uvicorn.Config:
         http="h11",
         h11_max_incomplete_event_size=HEAD_BYTES,
         ws="none",
+        # A task of an earlier request may call the protocol, whose context the next would inherit.
+        reset_contextvars=True,
         loop="asyncio",
         backlog=_QUEUE,
         log_config=None,

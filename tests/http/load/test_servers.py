@@ -5,10 +5,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
+from PIL import Image
 
 from tests.support.framings import (
     LAST,
@@ -21,6 +24,7 @@ from tests.support.framings import (
     requests,
 )
 from tests.support.own_process import ROOT, SERVE, environment
+from tests.support.seams import KeyStore, Limits
 from tests.support.servers import WAIT_S, free_port
 from tests.support.waiting import until
 from tests.tiny import encoded, photo
@@ -51,9 +55,10 @@ REQUESTS: tuple[tuple[int, str, str, dict[str, Any]], ...] = (
 
 @dataclass(frozen=True)
 class Server:
-    """A service that answers at `port`."""
+    """A service that answers at `port`, and a key of the gallery `other`."""
 
     port: int
+    key: str
 
     def connect(self, sent: bytes = b"") -> socket.socket:
         connection = socket.create_connection(("127.0.0.1", self.port), WAIT_S)
@@ -62,10 +67,19 @@ class Server:
 
 
 @pytest.fixture(scope="module", params=SERVERS)
-def server(request: pytest.FixtureRequest, tiny_settings: dict[str, Any]) -> Iterator[Server]:
-    port = free_port()
+def server(
+    request: pytest.FixtureRequest,
+    tiny_settings: dict[str, Any],
+    tiny_gallery: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Server]:
+    port, state = free_port(), tmp_path_factory.mktemp("state")
+    limits = Limits(galleries=("other",))
+    key = KeyStore(state / "keys.json").create("mine", ["search"], limits=limits)
     command = [sys.executable, *SERVERS[request.param], "--port", str(port)]
-    env = environment(**tiny_settings | {"log_level": "warning"})
+    galleries = f"shop={tiny_gallery},other={tiny_gallery}"
+    more = {"state": state, "galleries": galleries, "image_links": "signed"}
+    env = environment(**tiny_settings | more | {"log_level": "warning"})
     process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.DEVNULL)
     try:
 
@@ -77,7 +91,7 @@ def server(request: pytest.FixtureRequest, tiny_settings: dict[str, Any]) -> Ite
                 return False
 
         until(is_ready)
-        yield Server(port)
+        yield Server(port, key)
     finally:
         process.terminate()
         process.wait(60)
@@ -104,3 +118,22 @@ def test_each_server_reads_the_body_of_a_request_to_its_end(server) -> None:
         assert answers(server, [sent + LAST]).statuses == [415, 200], sent
     for sent in requests(UNREADABLE, b"1.1"):
         assert not is_split(answers(server, [sent + LAST])), sent
+
+
+def test_no_request_inherits_the_key_of_another_on_its_connection(server) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (200, 400, 3), dtype=np.uint8)
+    large = encoded(Image.fromarray(noise))
+    assert len(large) > 2**17, "so large that a server stops reading, and resumes in the request"
+    with httpx.Client(base_url=f"http://127.0.0.1:{server.port}", timeout=60) as client:
+
+        def search(image: bytes, gallery: str, **headers: str) -> dict[str, Any]:
+            sent = {"content": image, "params": {"gallery": gallery}, "headers": PNG | headers}
+            answer: dict[str, Any] = client.post("/search", **sent).raise_for_status().json()
+            return answer
+
+        for _ in range(3):
+            mine = search(large, "other", Authorization=f"Bearer {server.key}")
+            assert "signed_by=" in mine["hits"][0]["image"]
+            listed = client.get("/galleries").json()["galleries"]
+            assert {gallery["name"] for gallery in listed} == {"shop", "other"}
+            assert "signed_by" not in search(IMAGE, "shop")["hits"][0]["image"]

@@ -1,5 +1,6 @@
 """What all tests share: a tiny model bundle, and where real data may lie."""
 
+import gc
 import os
 import signal
 import tempfile
@@ -14,6 +15,7 @@ from kinlens.embedder.manifest import BundleManifest, GoldenHashes
 from kinlens.embedder.preprocess import preprocess
 from tests.tiny import TINY, TINY_DIM, encoded, photo, tiny_embed, write_tiny_onnx
 
+gc.disable()  # what the imports of all test modules make stays; to look through it takes seconds
 pytest_plugins = ["tests.support.servers"]
 
 LONGEST_FIRST = (
@@ -68,6 +70,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("long") and not os.environ.get("KINLENS_LONG_TESTS"):
             item.add_marker(pytest.mark.skip(reason="long, and rarely fails: make soak runs it"))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -97,10 +97,12 @@ def request(*headers: bytes, body: bytes, version: bytes = b"1.1") -> bytes:
 
 
 def requests(framings: Sequence[tuple[bytes, bytes]], version: bytes) -> Iterator[bytes]:
-    for upgrade, expect, (framing, body) in itertools.product(UPGRADES, EXPECTS, framings):
-        yield request(upgrade, framing, expect, body=body, version=version)
-        if upgrade and expect:
-            yield request(framing, expect, upgrade, body=body, version=version)
+    """Each pair of an upgrade, an expectation and a framing, in both orders."""
+    pairs = itertools.product(enumerate(UPGRADES), enumerate(framings))
+    for (row, upgrade), (column, (framing, body)) in pairs:
+        expect = EXPECTS[(row + column) % len(EXPECTS)]
+        headers = (upgrade, framing, expect) if row % 2 else (framing, expect, upgrade)
+        yield request(*headers, body=body, version=version)
 
 
 def is_split(got: Answers) -> bool:

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import timm
 import torch
 from torch import nn
 from typer.testing import CliRunner
@@ -43,6 +42,8 @@ def small_job(
 
 def calibrated_weights(path: Path) -> Path:
     """Write weights of the tiny trunk, random but with batch statistics of rendered products."""
+    import timm  # here, since most tests do without, and its import takes seconds
+
     torch.manual_seed(0)
     network = timm.create_model(TINY_TRUNK.removeprefix("timm:")).train()
     for module in network.modules():

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from scipy import stats
 
 from kinlens.embedder.errors import CheckpointError, JobError
 from kinlens.training.folder import RESULT, Result, read_result, replace_text, settings
@@ -151,6 +150,8 @@ def paired_difference(a: Sequence[float], b: Sequence[float]) -> tuple[float, fl
     differences = np.asarray(a) - np.asarray(b)
     if len(differences) < 2:
         return float(differences.mean()), float("inf")
+    from scipy import stats  # here, since its import takes a second
+
     t = stats.t.ppf(0.975, len(differences) - 1)
     return float(differences.mean()), float(t * stats.sem(differences))
 

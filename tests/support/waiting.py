@@ -10,11 +10,12 @@ WAIT_S = 60.0  # a hang, not a slow machine
 
 
 def until(condition: Callable[[], object]) -> None:
-    """Ask again and again; fails if it never happens."""
-    end = time.monotonic() + WAIT_S
+    """Ask again and again, less often the longer it takes; fails if it never happens."""
+    started = time.monotonic()
     while not condition():
-        assert time.monotonic() < end, "never happened"
-        time.sleep(0.005)
+        waited_s = time.monotonic() - started
+        assert waited_s < WAIT_S, "never happened"
+        time.sleep(min(max(0.005, waited_s / 50), 0.025))
 
 
 @contextmanager

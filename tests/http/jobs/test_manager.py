@@ -137,8 +137,7 @@ def test_a_training_with_too_few_products_to_judge_by_waits_for_a_person(shop) -
     assert "swap it in by hand" in report["gate"]["reason"]
     assert not report["swapped"]
     assert shop.bundle_id() == shop.old.bundle_id
-    assert shop.succeeded(shop.manager.swap(job.id, "test"))["swapped"]
-    assert shop.bundle_id() == shop.new.bundle_id
+    assert "--map" not in record(shop, job, "exported")
 
 
 def test_a_training_gets_the_feedback_with_its_image_names(shop) -> None:
@@ -199,13 +198,12 @@ def test_a_training_exports_a_map_if_the_old_model_did(tmp_path, tiny_bundle, ne
     manifest, model = plain.manifest.model_copy(update={"map": known}), plain.model_path
     golden = (plain.golden_images(), plain.golden_inputs(), plain.golden_vectors())
     mapped = write_bundle(tmp_path / "mapped", manifest, model, *golden, map_model=model)
-    for old, has_map in ((plain, False), (mapped, True)):
-        shop = JobShop(tmp_path / old.bundle_id[:8], old, new_bundle)
-        shop.reopen()
-        job = shop.start("train", swap="never")
-        shop.succeeded(job)
-        shop.close()
-        assert ("--map" in record(shop, job, "exported")) is has_map
+    shop = JobShop(tmp_path / "shop", mapped, new_bundle)
+    shop.reopen()
+    job = shop.start("train", swap="never")
+    shop.succeeded(job)
+    shop.close()
+    assert "--map" in record(shop, job, "exported")
 
 
 def test_a_killed_training_resumes_from_its_checkpoint(slow) -> None:

@@ -286,7 +286,8 @@ class _Body:
 
     async def _drain(self) -> None:
         seen, most = 0, largest_body(self._settings)
-        with contextlib.suppress(TimeoutError):
+        # A service that ends cancels this; the answer has been sent.
+        with contextlib.suppress(TimeoutError, asyncio.CancelledError):
             async with asyncio.timeout(_DRAIN_S):
                 while not self._has_arrived and seen <= most:
                     seen += len((await self._raw()).get("body", b""))

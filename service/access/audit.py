@@ -82,8 +82,9 @@ class AuditLog:
         self, state: Path, *, file_bytes: int = FILE_BYTES, kept_files: int = KEPT_FILES
     ) -> None:
         self.path = state / AUDIT_FILE
+        old = [state / f"{AUDIT_FILE}.{number}" for number in range(1, kept_files)]
+        self._paths = [self.path, *old]  # newest first
         self._file_bytes = file_bytes
-        self._kept_files = kept_files
 
     def add(self, change: Change) -> None:
         """Append a change; if that fails, log a warning with the change instead."""
@@ -99,7 +100,7 @@ class AuditLog:
         Raises: StateError.
         """
         found: list[AuditEntry] = []
-        for path in self._files():
+        for path in self._paths:
             for line in _lines(path):
                 if before is None or line.number < before:
                     found.append(line)
@@ -138,8 +139,8 @@ class AuditLog:
 
     def _last_number(self) -> tuple[int, int]:
         """The number of the last line, and the size of the current file."""
-        for path in self._files():
-            with path.open("rb") as file:
+        for path in self._paths:
+            with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
                 size = file.seek(0, os.SEEK_END)
                 file.seek(max(0, size - _TAIL_BYTES))
                 for line in _parsed(file.read()):
@@ -147,18 +148,9 @@ class AuditLog:
         return 0, 0
 
     def _rotate(self) -> None:
-        names = [self.path, *(self._old(number) for number in range(1, self._kept_files))]
-        for newer, older in reversed([*pairwise(names)]):
+        for newer, older in reversed([*pairwise(self._paths)]):
             with contextlib.suppress(FileNotFoundError):
                 newer.replace(older)
-
-    def _old(self, number: int) -> Path:
-        return self.path.with_name(f"{AUDIT_FILE}.{number}")
-
-    def _files(self) -> list[Path]:
-        """The existing files, newest first."""
-        paths = [self.path, *(self._old(number) for number in range(1, self._kept_files))]
-        return [path for path in paths if path.is_file()]
 
 
 def _cut(change: Change) -> dict[str, Any]:
@@ -174,7 +166,7 @@ def _lines(path: Path) -> Iterator[AuditEntry]:
     """The lines of a file, newest first. Raises: StateError."""
     try:
         content = path.read_bytes()
-    except FileNotFoundError:  # concurrently rotated
+    except FileNotFoundError:
         return
     except OSError as error:
         raise StateError(

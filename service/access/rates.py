@@ -267,21 +267,19 @@ class RateLimits:
         return None if debts is None else [(bool(fits), owed) for fits, owed in debts]
 
 
+@dataclass(slots=True)
 class Account:
     """The charges of one request to its caller, by the caller's own rates or those of its kind.
 
     `verdict` is the result of the last charge, `units` the total of charged units.
     """
 
-    def __init__(
-        self, limits: RateLimits, kind: str, caller: str, rates: Sequence[Rate] | None = None
-    ) -> None:
-        self.verdict = RateVerdict()
-        self.units = 0
-        self._rates = rates
-        self._limits = limits
-        self._kind = kind
-        self._caller = caller
+    limits: RateLimits
+    kind: str
+    caller: str
+    rates: Sequence[Rate] | None = None
+    verdict: RateVerdict = RateVerdict()
+    units: int = 0
 
     async def open(self) -> None:
         """Charge the first unit. Raises: RateLimitedError."""
@@ -296,13 +294,11 @@ class Account:
             await self._charge(Charge(units - 1, must_fit=0), f" This one counts as {units:,}.")
 
     async def _charge(self, charge: Charge, units_text: str) -> None:
-        self.verdict = verdict = await self._limits.hit(
-            self._kind, self._caller, charge, self._rates
-        )
+        self.verdict = verdict = await self.limits.hit(self.kind, self.caller, charge, self.rates)
         if not verdict.allowed:
             rate = f"{verdict.amount:,} per {_PERIOD_NAMES[verdict.period_s]}"
             raise RateLimitedError(
-                f"This {self._kind} has sent more requests than its limit of {rate} allows."
+                f"This {self.kind} has sent more requests than its limit of {rate} allows."
                 f"{units_text} Try again in {verdict.retry_after_s} s.",
                 verdict.retry_after_s,
             )

@@ -4,7 +4,6 @@ All events of the process are written here, including those of uvicorn and other
 separate thread writes, so a blocked stderr does not delay requests.
 """
 
-import contextlib
 import json
 import logging
 import math
@@ -119,20 +118,13 @@ class _Writer(QueueListener):
         """
         data = (b"\n" if self._is_cut else b"") + line.encode() + b"\n"
         sent = 0
-        try:
-            descriptor = self._stream.fileno()
-        except (OSError, ValueError):  # closed, or a stream of a test
-            with contextlib.suppress(OSError, ValueError):
-                self._stream.write(data.decode())
-                return True
-            return False
         # Not through the buffer of the stream: it keeps what it could not write, and fails again.
         while sent < len(data):
             try:
-                sent += os.write(descriptor, data[sent:])
+                sent += os.write(self._stream.fileno(), data[sent:])
             except BlockingIOError:  # a pipe that does not block, with a slow reader
-                select.select([], [descriptor], [], _WRITE_EVERY_S)
-            except (OSError, ValueError):
+                select.select([], [self._stream], [], _WRITE_EVERY_S)
+            except (OSError, ValueError):  # such as a closed stream
                 break
         if sent:
             self._is_cut = data[sent - 1 : sent] != b"\n"

@@ -33,7 +33,7 @@ from kinlens.service.http.pages import Assets
 from kinlens.service.http.rules import KEY_HEADER, Admission, Route, check_rules, rule
 from kinlens.service.observe.logs import configure_logs
 from kinlens.service.observe.tracing import Tracing, open_tracing
-from kinlens.service.runtime import Runtime, build_runtime
+from kinlens.service.runtime import Runtime
 from kinlens.service.settings import Settings
 
 _ADMIN_LINK = 'id="admin-link"'
@@ -73,7 +73,7 @@ def create_app(
         settings = Settings()
         configure_logs(settings.log_level)
     tracing = open_tracing(settings.otlp_endpoint, __version__)
-    runtime = build_runtime(settings, embedder, galleries, cache, workers)
+    runtime = Runtime(settings, embedder, galleries, cache, workers)
     admission = Admission(settings, runtime.keys, runtime.audit, runtime.redis)
     app = FastAPI(
         title="Kinlens",

@@ -5,7 +5,6 @@ import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -16,14 +15,14 @@ from kinlens.embedder.preprocess import ImageLimits
 from kinlens.embedder.session import Embedder, ModelFacts
 from kinlens.indexer.gallery import Gallery as IndexedGallery
 from kinlens.service.access.audit import AuditLog
-from kinlens.service.access.keys import KeyStore, open_keys
+from kinlens.service.access.keys import open_keys
 from kinlens.service.concurrency import BoundedPool, SearchThreads, in_thread, within
 from kinlens.service.encoding.cache import Cache, LruCache
 from kinlens.service.encoding.model import Backend, Encoder, Models
 from kinlens.service.encoding.sandbox import Layer, absences, holding
 from kinlens.service.encoding.workers import Workers
 from kinlens.service.galleries.bundles import Bundles
-from kinlens.service.galleries.feedback import FeedbackStore, open_feedback
+from kinlens.service.galleries.feedback import open_feedback
 from kinlens.service.galleries.following import Following
 from kinlens.service.galleries.items import Items
 from kinlens.service.galleries.locations import Locations, Opened, open_gallery
@@ -49,32 +48,96 @@ _BODY_READERS = 2  # parsing holds the GIL, so more threads would only slow down
 _FILES_PER_SEARCH = 16  # a page of results requests this number of images at once; each is short
 
 
-@dataclass(frozen=True, slots=True)
 class Runtime:
     """The parts of one service; `start` and `stop` run in its event loop."""
 
-    settings: Settings
-    registry: Registry
-    models: Models
-    metrics: Metrics
-    cache: Cache
-    redis: SharedRedis | None
-    pools: Mapping[str, BoundedPool]
-    search_threads: SearchThreads
-    renditions: Renditions
-    missing_images: Repeats
-    searching: Pipeline
-    sampler: RecallSampler
-    health: Health
-    observer: Observer
-    keys: KeyStore | None
-    audit: AuditLog | None
-    items: Items
-    sweeper: Sweeper | None
-    managed: ManagedGalleries
-    jobs: JobManager | None
-    feedback: FeedbackStore | None
-    following: Following
+    def __init__(
+        self,
+        settings: Settings,
+        embedder: Embedder | None = None,
+        galleries: Mapping[str, Opened] | None = None,
+        cache: Cache | None = None,
+        workers: Workers | None = None,
+    ) -> None:
+        """Open the omitted parts, check that all parts match, and connect them. With given
+        galleries, only the managed ones of the state folder are served too.
+
+        Raises: BundleError, GalleryError.
+        """
+        state, limit_s = settings.state, settings.request_timeout_ms / 1e3
+        self.settings = settings
+        self.metrics = Metrics()
+        self.redis = open_redis(settings)
+        self.cache = cache or Cache(
+            LruCache(settings.cache_max_entries, settings.cache_max_bytes), self.redis
+        )
+        self.cache.observe(self.metrics.observe_lookup)
+        self.pools = _create_pools(settings)
+        self.search_threads = SearchThreads(settings.search_threads, settings.queue_size, limit_s)
+        self.following = Following(settings)
+        self.following.load()
+        bundles = Bundles(settings, embedder, workers)
+        bundles.begin()
+        try:
+            self.models = Models(bundles.open, self._connect)
+            self.registry = self._open_registry(bundles.primary(), galleries)
+        finally:
+            bundles.end_unused()
+        self.sampler = RecallSampler(self.registry, self.metrics, settings.recall_sample)
+        self.searching = Pipeline(
+            self.registry,
+            self.search_threads,
+            self.cache,
+            self.metrics,
+            self.sampler,
+            limit_s,
+            settings.no_match_prior,
+        )
+        self.renditions = _create_renditions(settings, self.search_threads, self.models)
+        self.missing_images = Repeats()
+        self.keys = open_keys(state)
+        self.audit = None if state is None else AuditLog(state)
+        self.jobs = None if state is None else JobManager(settings)
+        self.feedback = None if settings.feedback == "off" else open_feedback(settings)
+        tidy = [] if self.feedback is None else [self.feedback.tidy]
+        self.sweeper = None if state is None else Sweeper(state, self.registry.folders, tidy)
+        self.items = Items(self.registry, self.pools["write"], limit_s, puts=state is not None)
+        self.managed = ManagedGalleries(
+            self.registry,
+            self.models,
+            state,
+            self.pools["write"],
+            (lambda _: None) if self.jobs is None else self.jobs.store.active_in,
+            limit_s,
+        )
+        ready_s, is_on_gpu = settings.ready_timeout_ms / 1e3, settings.searched_on() == "cuda"
+        self.health = Health(self.registry, self.models, ready_s, is_on_gpu)
+        count_jobs = dict if self.jobs is None else self.jobs.store.counts
+        self.observer = Observer(
+            self.metrics, self.registry, self.models, self.health, count_jobs, state
+        )
+        self.metrics.add(self.observer, FAMILIES)
+        publish(self.metrics, self.search_threads, self.models, self.cache, self.health)
+
+    def _connect(self, backend: Backend) -> Encoder:
+        batch_size, on_batch = self.settings.images_at_once(), self.metrics.batch_size.observe
+        return Encoder(backend, self.cache, self.search_threads, batch_size, on_batch)
+
+    def _open_registry(self, primary: str, galleries: Mapping[str, Opened] | None) -> Registry:
+        settings, metrics = self.settings, self.metrics
+        locations = Locations(settings, galleries)
+        if settings.state is None and not locations.list_galleries():
+            raise GalleryNotFoundError(
+                "There is no gallery. Set at least one folder with --gallery or KINLENS_GALLERIES, "
+                "or a folder for galleries created over HTTP with --state."
+            )
+        return Registry(
+            locations,
+            self.models,
+            primary,
+            open_gallery=lambda location: open_gallery(location, settings, metrics.observe_milvus),
+            on_failure=lambda name: metrics.reload_failures.labels(name).inc(),
+        )
 
     @property
     def galleries(self) -> Mapping[str, Opened]:
@@ -172,82 +235,6 @@ class Runtime:
             ending.push_async_callback(self.health.stop)
 
 
-def build_runtime(
-    settings: Settings,
-    embedder: Embedder | None = None,
-    galleries: Mapping[str, Opened] | None = None,
-    cache: Cache | None = None,
-    workers: Workers | None = None,
-) -> Runtime:
-    """Open the omitted parts, check that all parts match, and connect them.
-
-    Raises: BundleError, GalleryError.
-    """
-    metrics = Metrics()
-    redis = open_redis(settings)
-    cache = cache or Cache(LruCache(settings.cache_max_entries, settings.cache_max_bytes), redis)
-    cache.observe(metrics.observe_lookup)
-    limit_s = settings.request_timeout_ms / 1e3
-    pools = _create_pools(settings)
-    search_threads = SearchThreads(settings.search_threads, settings.queue_size, limit_s)
-
-    def connect(backend: Backend) -> Encoder:
-        batch_size, on_batch = settings.images_at_once(), metrics.batch_size.observe
-        return Encoder(backend, cache, search_threads, batch_size, on_batch)
-
-    following = Following(settings)
-    following.load()
-    bundles = Bundles(settings, embedder, workers)
-    bundles.begin()
-    try:
-        registry, models = open_registry(settings, connect, metrics, bundles, galleries)
-    finally:
-        bundles.end_unused()
-    jobs = None if settings.state is None else JobManager(settings)
-    count_jobs = dict if jobs is None else jobs.store.counts
-    is_on_gpu = settings.searched_on() == "cuda"
-    health = Health(registry, models, settings.ready_timeout_ms / 1e3, is_on_gpu)
-    observer = Observer(metrics, registry, models, health, count_jobs, settings.state)
-    metrics.add(observer, FAMILIES)
-    publish(metrics, search_threads, models, cache, health)
-    sampler = RecallSampler(registry, metrics, settings.recall_sample)
-    feedback = None if settings.feedback == "off" else open_feedback(settings)
-    tidy = [] if feedback is None else [feedback.tidy]
-    return Runtime(
-        settings=settings,
-        registry=registry,
-        models=models,
-        metrics=metrics,
-        cache=cache,
-        redis=redis,
-        pools=pools,
-        search_threads=search_threads,
-        renditions=_create_renditions(settings, search_threads, models),
-        missing_images=Repeats(),
-        searching=Pipeline(
-            registry, search_threads, cache, metrics, sampler, limit_s, settings.no_match_prior
-        ),
-        sampler=sampler,
-        health=health,
-        observer=observer,
-        keys=open_keys(settings.state),
-        audit=None if settings.state is None else AuditLog(settings.state),
-        items=Items(registry, pools["write"], limit_s, puts=settings.state is not None),
-        sweeper=None if settings.state is None else Sweeper(settings.state, registry.folders, tidy),
-        feedback=feedback,
-        managed=ManagedGalleries(
-            registry,
-            models,
-            settings.state,
-            pools["write"],
-            (lambda _: None) if jobs is None else jobs.store.active_in,
-            limit_s,
-        ),
-        jobs=jobs,
-        following=following,
-    )
-
-
 def _watched(served: Served, limit_s: float, work: Callable[[], T]) -> T:
     served.refuse_if_hanging(limit_s)  # it may hang since this call was queued
     with served.reading():
@@ -289,37 +276,6 @@ def _create_pools(settings: Settings) -> dict[str, BoundedPool]:
         "filter": BoundedPool("filter", 1, settings.queue_size),
         "state": BoundedPool("state", _STATE_THREADS, settings.queue_size, overdue_s),
     }
-
-
-def open_registry(
-    settings: Settings,
-    connect: Callable[[Backend], Encoder],
-    metrics: Metrics,
-    bundles: Bundles,
-    galleries: Mapping[str, Opened] | None,
-) -> tuple[Registry, Models]:
-    """Open and check the models and galleries of the settings, or the given ones.
-
-    With given galleries, the managed galleries of the state folder are served too.
-
-    Raises: BundleError, GalleryError.
-    """
-    primary = bundles.primary()
-    models = Models(bundles.open, connect)
-    locations = Locations(settings, galleries)
-    if settings.state is None and not locations.list_galleries():
-        raise GalleryNotFoundError(
-            "There is no gallery. Set at least one folder with --gallery or KINLENS_GALLERIES, or "
-            "a folder for galleries created over HTTP with --state."
-        )
-    registry = Registry(
-        locations,
-        models,
-        primary,
-        open_gallery=lambda location: open_gallery(location, settings, metrics.observe_milvus),
-        on_failure=lambda name: metrics.reload_failures.labels(name).inc(),
-    )
-    return registry, models
 
 
 def missing_image_roots(galleries: Mapping[str, Opened]) -> list[str]:

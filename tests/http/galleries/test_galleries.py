@@ -14,7 +14,7 @@ from kinlens.embedder.fake import FakeEmbedder
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.ingest.build import build_gallery
 from kinlens.indexer.ingest.sources import folder_source
-from kinlens.service.runtime import build_runtime
+from kinlens.service.runtime import Runtime
 from kinlens.service.settings import Settings
 from tests.embedder.bundles import write_full_bundle
 from tests.support.fake_gpu import fake_gpu
@@ -219,10 +219,10 @@ def test_searches_use_the_gpu_until_it_fails(tmp_path, data, monkeypatch, closes
 def test_a_precision_that_was_never_compared_is_refused(tiny_bundle, tmp_path) -> None:
     bundle = write_full_bundle(tiny_bundle, tmp_path)
     other = made(tmp_path, bundle, "bf16")
-    build_runtime(settings(bundle, made(tmp_path, bundle, "int8"), precision="int8"))
+    Runtime(settings(bundle, made(tmp_path, bundle, "int8"), precision="int8"))
     with pytest.raises(BundleMismatchError, match=r"'bf16' was built in bf16, .* in int8.*fp32"):
-        build_runtime(settings(bundle, other, precision="int8"))
-    build_runtime(settings(bundle, other, precision="fp32"))
+        Runtime(settings(bundle, other, precision="int8"))
+    Runtime(settings(bundle, other, precision="fp32"))
 
 
 def test_auto_considers_the_precisions_of_all_galleries(tiny_bundle, tmp_path, monkeypatch) -> None:
@@ -233,8 +233,8 @@ def test_auto_considers_the_precisions_of_all_galleries(tiny_bundle, tmp_path, m
         asked.append(limits[-1])
         return ForkServer(*limits[:-1], SessionSettings())
 
-    monkeypatch.setattr("kinlens.service.galleries.locations.ForkServer", fork_server)
+    monkeypatch.setattr("kinlens.service.galleries.bundles.ForkServer", fork_server)
     galleries = [made(tmp_path, bundle, one) for one in ("fp32", "int8")]
-    build_runtime(settings(bundle, *galleries, precision="auto"))
+    Runtime(settings(bundle, *galleries, precision="auto"))
     assert [one.precision for one in asked] == ["auto"]
     assert asked[0].galleries == {"fp32", "int8"}

@@ -391,10 +391,10 @@ class KeyedThreads:
     async def run(self, key: object, work: Callable[[], T], limit_s: float | None) -> T:
         """Return the result of `work`, or of the running call for `key`. Use one event loop only.
 
-        Raises: TimeoutError after `limit_s` seconds, if not None; the call continues.
+        Raises: TimeoutError if it runs for `limit_s` seconds, if not None; the call continues.
         """
         slot = contextlib.nullcontext() if key in self._running else self._slots
-        async with asyncio.timeout(limit_s), slot:
+        async with slot, asyncio.timeout(limit_s):
             future: Future[T] | None = self._running.get(key)
             if future is None:
                 # In an empty context, since others share the result.

@@ -268,15 +268,18 @@ class Workers:
 
     def _forked(self) -> "_Worker":
         """A new worker, of a new fork server if that has ended. Raises: SearchError."""
-        if not self._server.is_running:
-            self._restart()
-        try:
-            return self._fork()
-        except OSError as error:
-            raise SearchError(
-                f"No worker process can be started ({error}). Try again in a second; the log of "
-                "the service has details."
-            ) from error
+        for is_last in (False, True):
+            if not self._server.is_running:
+                self._restart()
+            try:
+                return self._fork()
+            except OSError as error:  # the fork server may have ended since it was asked
+                if is_last:
+                    raise SearchError(
+                        f"No worker process can be started ({error}). Try again in a second; the "
+                        "log of the service has details."
+                    ) from error
+        raise AssertionError
 
     def _restart(self) -> None:
         """Wait for a new fork server. Raises: SearchError."""

@@ -67,6 +67,7 @@ T = TypeVar("T")
 _SHOWN_NAME = 64
 _CLOSE_S = 5.0
 _READ_S = 10.0
+_UNKNOWN_AT_ONCE = 16
 _LOCATION_S = 2.0  # a healthy disk or server answers much sooner
 _HANGS = "It continues, and the gallery is served once it is open. Check its disk or server."
 _OPENERS = 4
@@ -274,7 +275,7 @@ class Registry:
         self._served: dict[str, Served] = {}  # in the order of the service
         self._listed: set[str] = set()  # names of the last look
         self._stamps: dict[str, Stamp] = {}  # of each CURRENT when it was last read
-        self._looking_at: dict[object, GalleryLocation] = {}  # by the device
+        self._looking: dict[object, asyncio.Task[None]] = {}  # by the device
         self._reading: dict[str, asyncio.Task[None]] = {}
         self._closings: set[futures.Future[None]] = set()
         self._openers = DaemonThreads("gallery", _OPENERS, _LOCATION_S)
@@ -306,9 +307,12 @@ class Registry:
     async def stop(self) -> None:
         """Close every gallery that was opened here and stop the models, in a bounded time."""
         self._is_stopped = True  # so that galleries that are being opened now are closed again
+        watching = [*self._looking.values()]
         if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.gather(self._watching, return_exceptions=True)
+            watching.append(self._watching)
+        for task in watching:
+            task.cancel()
+        await asyncio.gather(*watching, return_exceptions=True)
         if self._reading:
             _, hanging = await asyncio.wait(self._reading.values(), timeout=_LOCATION_S)
             for reading in hanging:
@@ -402,6 +406,9 @@ class Registry:
             return
         if not of_caller().permits(name):
             return
+        # While the disk hangs, names that clients make up do not pile up.
+        if len(self._reading.keys() - self._listed) >= _UNKNOWN_AT_ONCE:
+            return
         with contextlib.suppress(DeadlineExceededError):  # `_read` reports it
             await self.read_from_disk(_LOCATION_S, name)
 
@@ -489,33 +496,45 @@ class Registry:
             else:
                 stamp = self._stamps.get(location.name)
                 devices[stamp[0] if stamp else location.name].append(location)
-        await asyncio.gather(*(self._look_at(device, own) for device, own in devices.items()))
+        for device, own in devices.items():
+            if device not in self._looking:
+                self._looking[device] = asyncio.create_task(self._look_at(device, own))
+        if self._looking:  # a slow device does not keep the others waiting
+            await asyncio.wait(self._looking.values(), timeout=_LOCATION_S)
         await self._drop_models()
 
     async def _look_at(self, device: object, locations: Sequence[GalleryLocation]) -> None:
         """Look at the galleries of a device, in one thread: if one hangs, the others would too."""
+        looks: list[tuple[GalleryLocation, Stamp | None, bool]] = []
 
-        def look() -> list[tuple[GalleryLocation, Stamp | None, bool]]:
-            looks = []
+        def look() -> None:
             for location in locations:
-                self._looking_at[device] = location
                 served = self._served.get(location.name)
                 has_changed = served is not None and served.has_changed()
                 looks.append((location, location.stamp(), has_changed))
-            return looks
 
-        key = "look", device
-        has_hung = self._looks.is_running(key)
         try:
-            looks = await self._looks.run(key, look, 0.0 if has_hung else _LOCATION_S)
-        except TimeoutError:
-            if not has_hung:
-                self._report_late(self._looking_at.get(device, locations[0]))
-            return
-        for location, stamp, has_changed in looks:
-            self._begin_if_changed(location, stamp)
-            if has_changed:
-                self._refresh(location.name)
+            if self._looks.is_running(device):
+                return  # it hangs, which has been reported
+            looking = asyncio.create_task(self._looks.run(device, look, None))
+            seen = -1
+            while not looking.done():
+                if seen == len(looks):
+                    looking.cancel()  # its thread continues
+                    self._report_late(locations[seen])
+                    return
+                seen = len(looks)
+                await asyncio.wait((looking,), timeout=_LOCATION_S)
+            looking.result()
+            for location, stamp, has_changed in looks:
+                self._begin_if_changed(location, stamp)
+                if has_changed:
+                    self._refresh(location.name)
+        except Exception as error:
+            # The boundary of the task: a disk that fails now may work at the next look.
+            structlog.get_logger().error("galleries cannot be read", exc_info=error)
+        finally:
+            del self._looking[device]
 
     def _begin_if_changed(self, location: GalleryLocation, stamp: Stamp | None) -> None:
         name = location.name

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -314,6 +315,25 @@ def test_a_gallery_that_hangs_blocks_no_other_gallery(tmp_path, closes, monkeypa
     finally:
         hanging.release()
     until(lambda: "reload hung" not in checks())
+
+
+def test_a_slow_disk_is_looked_at_to_its_end(tmp_path, closes, monkeypatch) -> None:
+    names, stamp = [f"g{number}" for number in range(8)], GalleryLocation.stamp
+
+    def look(location: GalleryLocation) -> Any:
+        time.sleep(0.2)  # all take longer than one may
+        return stamp(location)
+
+    monkeypatch.setattr("kinlens.service.galleries.registry._LOCATION_S", 1.0)
+    monkeypatch.setattr(GalleryLocation, "stamp", look)
+    embedder = FakeEmbedder()
+    for name in names:
+        publish_photos(tmp_path / name, embedder, IMAGES)
+    given = {"galleries": tuple(f"{name}={tmp_path / name}" for name in names)}
+    shop = closes(start_shop(tmp_path / "state", embedder, create=False, **given))
+    generation = publish_photos(tmp_path / names[-1], embedder, IMAGES)
+    url = f"/galleries/{names[-1]}"
+    until(lambda: shop.client.get(url).json()["generation"] == generation)
 
 
 def test_galleries_that_nobody_uses_need_no_thread(tmp_path, closes) -> None:

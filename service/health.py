@@ -241,11 +241,10 @@ class Health:
     async def _check_model(self, model: Model) -> str:
         try:
             async with asyncio.timeout(self._timeout_s):
-                vector = await model.encoder.infer(model.reference_image)
+                cosine = await model.check()
         except Exception as error:
             # Any failure makes the service not ready; clients only see the class of the error.
-            return self._verdict(error) if model.encoder.workers.fault is None else _NO_WORKER
-        cosine = float(vector @ model.reference_vector)
+            return self._verdict(error) if model.workers.fault is None else _NO_WORKER
         ok = cosine >= _MIN_COSINE
         return _OK if ok else f"the test image has another vector: cosine {cosine:.4f}"
 

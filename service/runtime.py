@@ -18,7 +18,7 @@ from kinlens.service.access.audit import AuditLog
 from kinlens.service.access.keys import open_keys
 from kinlens.service.concurrency import BoundedPool, SearchThreads, in_thread, within
 from kinlens.service.encoding.cache import Cache, LruCache
-from kinlens.service.encoding.model import Backend, Encoder, Models
+from kinlens.service.encoding.model import Backend, Model, Models
 from kinlens.service.encoding.sandbox import Layer, absences, holding
 from kinlens.service.encoding.workers import Workers
 from kinlens.service.galleries.bundles import Bundles
@@ -119,9 +119,9 @@ class Runtime:
         self.metrics.add(self.observer, FAMILIES)
         publish(self.metrics, self.search_threads, self.models, self.cache, self.health)
 
-    def _connect(self, backend: Backend) -> Encoder:
+    def _connect(self, backend: Backend) -> Model:
         batch_size, on_batch = self.settings.images_at_once(), self.metrics.batch_size.observe
-        return Encoder(backend, self.cache, self.search_threads, batch_size, on_batch)
+        return Model(backend, self.cache, self.search_threads, batch_size, on_batch)
 
     def _open_registry(self, primary: str, galleries: Mapping[str, Opened] | None) -> Registry:
         settings, metrics = self.settings, self.metrics
@@ -154,7 +154,7 @@ class Runtime:
         if self.redis is not None:
             await self.redis.start()
         await self.registry.start(self.settings.reload_interval_ms / 1e3)
-        _log_sandbox(self.registry.model.encoder.workers.layers)
+        _log_sandbox(self.registry.model.workers.layers)
         if self.sweeper is not None:
             self.sweeper.start()
         if self.jobs is not None:

@@ -85,7 +85,7 @@ async def add(runtime: Service, name: str, request: Request) -> GoldenQuery:
         body, _ = await read_body(request, FORM)
         new = await off_loop(request, lambda: _new_query(request, body))
         async with within(runtime.settings.request_timeout_ms / 1e3, "Embedding the image"):
-            await served.model.encoder.encode(new.data, hashlib.sha256(new.data).hexdigest())
+            await served.model.encode(new.data, hashlib.sha256(new.data).hexdigest())
         [made] = await runtime.change(served, lambda: golden.add([new], served.require_whole()))
     note(request.scope["state"], affected=1)
     return made
@@ -223,7 +223,7 @@ async def _vector(
     read = partial(golden.image, query.sha256)
     try:
         data = await runtime.pools["file"].run(read, bulk=True)
-        return await served.model.encoder.encode(data, query.sha256, "golden")
+        return await served.model.encode(data, query.sha256, "golden")
     except (ImageError, errors.ItemNotFoundError) as error:  # ItemNotFoundError: was removed since
         return error
 

@@ -72,7 +72,7 @@ async def ready(
         free_gpu_memory_mb=readiness.free_gpu_memory_mb,
         queue_depth=runtime.search_threads.waiting,
         redis=runtime.cache.remote_state,
-        redis_fault=runtime.cache.remote_fault if not of_caller().is_bound else None,
+        redis_fault=None if runtime.redis is None or of_caller().is_bound else runtime.redis.fault,
         checks=readiness.checks,
         last_error=readiness.last_error,
     )

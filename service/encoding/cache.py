@@ -7,6 +7,7 @@ was computed from, so no entry ever has to be invalidated:
     answers      bundle_id + engine and precision + gallery + its generation + digest of the query
 """
 
+import contextlib
 import math
 import threading
 from collections import OrderedDict
@@ -95,16 +96,6 @@ class Cache:
         """`off`, `up` or `down`."""
         return "off" if self._remote is None else self._remote.state
 
-    @property
-    def remote_fault(self) -> str | None:
-        """The reason why the remote level is down."""
-        return None if self._remote is None else self._remote.fault
-
-    @property
-    def pending_writes(self) -> int:
-        """Number of queued writes to the remote level."""
-        return 0 if self._remote is None else self._remote.pending_writes
-
     def observe(self, callback: Callable[[CacheKind, Level], None]) -> None:
         """Call `callback` with the kind and level of each lookup."""
         self._observe = callback
@@ -115,17 +106,18 @@ class Cache:
 
     def get(self, lookup: Lookup[T]) -> T | None:
         """The decoded value, or None."""
-        [value] = self.get_all([lookup])
-        found: T | None = value
-        return found
+        value: T | None = self.get_all([lookup])[0]
+        return value
 
     def get_local(self, lookup: Lookup[T]) -> T | None:
         """The decoded value from the cache of this process; a miss is not counted."""
         payload = self._local.get(lookup.key)
-        value = None if payload is None else _decoded(lookup.decode, payload)
-        if value is not None:
-            self._observe(lookup.kind, "local")
-        return value
+        if payload is not None:
+            with contextlib.suppress(ValueError):
+                value = lookup.decode(payload)
+                self._observe(lookup.kind, "local")
+                return value
+        return None
 
     def get_all(self, lookups: Sequence[Lookup[Any]]) -> list[Any]:
         """The decoded value of each lookup, or None. All local misses share one remote call."""
@@ -161,13 +153,6 @@ class Cache:
         self._local.set(lookup.key, payload)
         self._observe(lookup.kind, "redis")
         return value
-
-
-def _decoded(decode: Callable[[bytes], T], payload: bytes) -> T | None:
-    try:
-        return decode(payload)
-    except ValueError:
-        return None
 
 
 def embedding_keys(bundle_id: str, mode: Mode) -> Callable[[str, Box | None], str]:

@@ -70,15 +70,9 @@ _PASSED_ON = ("LD_LIBRARY_PATH", "HOME", "XDG_CACHE_HOME")  # the last two for m
 class Choice(NamedTuple):
     """The mode and provider that a model runs with, and why."""
 
-    engine: str
-    precision: str
+    mode: Mode
     provider: str
     reason: str
-
-    @property
-    def mode(self) -> Mode:
-        """The engine and precision."""
-        return Mode(self.engine, self.precision)  # type: ignore[arg-type]
 
 
 class ForkServer:
@@ -140,8 +134,9 @@ class ForkServer:
             self.stop()
             raise
         if answer:
-            self.choice = choice = Choice(*answer)
-            engine, precision = choice.mode
+            mode, provider, reason = answer
+            self.choice = Choice(Mode(*mode), provider, reason)
+            engine, precision = self.choice.mode
             self._session = replace(self._session, engine=engine, precision=precision)
         self._crashes, self._is_up = 0, True
 
@@ -241,7 +236,7 @@ def main(memory_mb: str, alarm_s: str, session: str, path: str = "", bundle_id: 
     try:
         if path:
             model = _opened(path, bundle_id, settings)
-            choice = Choice(*model.mode, model.provider, model.precision_reason)
+            choice = Choice(model.mode, model.provider, model.precision_reason)
     except KinlensError as error:
         answer = {"error": type(error).__name__, "text": str(error)[:_TEXT_CHARACTERS]}
         with contextlib.suppress(ConnectionError):

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import structlog
@@ -27,6 +28,8 @@ from kinlens.service.encoding.cache import (
 )
 from kinlens.service.encoding.workers import Vector, Workers
 from kinlens.service.observe.tracing import span
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +62,13 @@ class Batcher:
     """Batches the images of several threads for `embed`, which runs one call at a time.
 
     While it runs, threads queue their images. The next one embeds up to `batch_size` queued images
-    in one call. A call that fails is repeated for each caller, so only the bad image fails.
+    in one call. A call that fails is repeated for each image, so only the bad image fails.
     `on_batch` is called with the size of each call.
     """
 
     def __init__(
         self,
-        embed: Callable[[Images], Embeddings],
+        embed: Embed,
         batch_size: int,
         on_batch: Callable[[int], None] = lambda _: None,
     ) -> None:
@@ -73,70 +76,47 @@ class Batcher:
         self._batch_size = batch_size
         self._on_batch = on_batch
         self._turn = threading.Lock()
-        self._lock = threading.Lock()
-        self._waiting: deque[tuple[Images, Future[Embeddings]]] = deque()
+        self._waiting: deque[tuple[NDArray[np.uint8], Future[Vector]]] = deque()
 
     @property
     def waiting(self) -> int:
-        """Number of queued callers."""
+        """Number of queued images."""
         return len(self._waiting)
 
     def embed(self, images: Images) -> Embeddings:
-        """The vectors (N, D) of images (N, 3, S, S).
+        """The vectors (N, D) of N > 0 images (N, 3, S, S).
 
-        Raises: BundleError, SearchError; what `embed` raises.
+        Raises: BundleError; what `embed` raises.
         """
-        step = self._batch_size
-        parts = [self._part(images[n : n + step]) for n in range(0, len(images), step)]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        vectors: list[Future[Vector]] = [Future() for _ in images]
+        self._waiting.extend(zip(images, vectors, strict=True))
+        with self._turn:  # only its holder takes images, from the oldest on
+            while not vectors[-1].done():
+                count = min(len(self._waiting), self._batch_size)
+                self._run([self._waiting.popleft() for _ in range(count)])
+        return np.stack([vector.result() for vector in vectors])
 
-    def _part(self, images: Images) -> Embeddings:
-        mine: Future[Embeddings] = Future()
-        with self._lock:
-            self._waiting.append((images, mine))
-        with self._turn:
-            while not mine.done() and (batch := self._take()):
-                self._run(batch)
-        return mine.result()
-
-    def _take(self) -> list[tuple[Images, Future[Embeddings]]]:
-        batch = []
-        with self._lock:
-            free = self._batch_size
-            while self._waiting and len(self._waiting[0][0]) <= free:
-                batch.append(self._waiting.popleft())
-                free -= len(batch[-1][0])
-        return batch
-
-    def _run(self, batch: Sequence[tuple[Images, Future[Embeddings]]]) -> None:
+    def _run(self, batch: Sequence[tuple[NDArray[np.uint8], Future[Vector]]]) -> None:
+        self._on_batch(len(batch))
         try:
-            vectors = self._checked([images for images, _ in batch])
-        except Exception as error:
-            if len(batch) == 1:
+            vectors = self._embed(np.stack([image for image, _ in batch]))
+            if len(vectors) != len(batch):
+                raise BundleError(
+                    f"The model gave {len(vectors)} vectors for {len(batch)} images. "
+                    "Export it again with a free batch dimension."
+                )
+        except BaseException as error:  # SystemExit must not end more than this search either
+            if len(batch) > 1:
+                for queued in batch:
+                    self._run([queued])
+            elif isinstance(error, Exception):
                 batch[0][1].set_exception(error)
-                return
-            for each in batch:
-                self._run([each])
-        except BaseException as error:
-            # SystemExit and the like must not end more than this search.
-            for _, future in batch:
-                future.set_exception(SearchError(f"The model ended with {type(error).__name__}."))
+            else:
+                text = f"The model ended with {type(error).__name__}."
+                batch[0][1].set_exception(SearchError(text))
         else:
-            start = 0
-            for images, future in batch:
-                future.set_result(vectors[start : start + len(images)])
-                start += len(images)
-
-    def _checked(self, parts: list[Images]) -> Embeddings:
-        images = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        self._on_batch(len(images))
-        vectors = self._embed(images)
-        if len(vectors) != len(images):
-            raise BundleError(
-                f"The model gave {len(vectors)} vectors for {len(images)} images. "
-                "Export it again with a free batch dimension."
-            )
-        return vectors
+            for (_, future), vector in zip(batch, vectors, strict=True):
+                future.set_result(vector)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +130,8 @@ class Backend:
     embed: Embed | None = None
 
 
-class Encoder:
-    """Turns images into vectors, and caches the vectors.
+class Model:
+    """A running bundle: turns images into vectors, and caches the vectors.
 
     `batch_size` bounds the batches of a model in this process, and `on_batch` is called with the
     size of each call of the model.
@@ -165,16 +145,36 @@ class Encoder:
         batch_size: int,
         on_batch: Callable[[int], None],
     ) -> None:
-        self.facts = backend.facts
+        self.embedder = facts = backend.facts
+        self.bundle_id = facts.bundle_id
+        self.dim = facts.dim
+        self.provider = facts.provider
+        self.calibration = facts.calibration
+        self.no_calibration = facts.no_calibration
         self.workers = backend.workers
         self._cache = cache
         self._search_threads = search_threads
         self._on_batch = on_batch
-        self._key = embedding_keys(backend.facts.bundle_id, backend.facts.mode)
-        self._decode_vector = partial(decode_vector, dim=backend.facts.dim)
+        self._key = embedding_keys(facts.bundle_id, facts.mode)
+        self._decode_vector = partial(decode_vector, dim=facts.dim)
+        self._reference_image = facts.known_images()[0]
+        self.reference_vector: Vector
         self._batcher: Batcher | None = None
         if backend.embed is not None:
             self._batcher = Batcher(backend.embed, batch_size, on_batch)
+
+    async def warm_up(self) -> None:
+        """Embed a known image, whose vector (D,) is `reference_vector` from then on.
+
+        Raises: ImageError, SearchError, BundleError.
+        """
+        self.reference_vector = await self._infer()
+
+    async def check(self) -> float:
+        """Embed the known image again, before all queued calls and without a cache; the cosine with
+        its first vector. Raises: ImageError, SearchError, BundleError.
+        """
+        return float(await self._infer() @ self.reference_vector)
 
     def lookup(self, view: View) -> Lookup[Vector]:
         """The cache lookup for the vector of `view`."""
@@ -185,7 +185,7 @@ class Encoder:
 
         Raises: ImageError, InvalidParameterError, SearchError.
         """
-        facts = self.facts
+        facts = self.embedder
         return self.workers.decode(view.data, facts.preprocessing, facts.limits, view.box)
 
     def compute(
@@ -201,44 +201,6 @@ class Encoder:
             self._cache.set(self._key(view.digest, view.box), encode_vector(vector))
         return vectors, stages
 
-    def _computed(self, views: Sequence[View], guard: Guard) -> tuple[Embeddings, Stages]:
-        if self._batcher is None:
-            return self._computed_by_workers(views, guard)
-        started = time.perf_counter()
-
-        def decode(view: View) -> NDArray[np.uint8]:
-            with guard(view):
-                return self.decode(view)
-
-        with span("decode"):
-            images = np.stack(self._search_threads.each(decode, views))
-        decoded = time.perf_counter()
-        with span("embed"):
-            vectors = self._batcher.embed(images)
-        embedded = time.perf_counter()
-        return vectors, Stages((decoded - started) * 1e3, (embedded - decoded) * 1e3)
-
-    def _computed_by_workers(
-        self, views: Sequence[View], guard: Guard
-    ) -> tuple[Embeddings, Stages]:
-        facts, started, decode_ms = self.facts, time.perf_counter(), 0.0
-
-        def embed(view: View) -> tuple[Vector, float]:
-            with guard(view):
-                return self.workers.embed(
-                    view.data, facts.preprocessing, facts.limits, view.box, facts.dim
-                )
-
-        vectors = []
-        with span("embed"):
-            for vector, took_ms in self._search_threads.each(embed, views):
-                vectors.append(vector)
-                decode_ms += took_ms
-                self._on_batch(1)
-        total_ms = (time.perf_counter() - started) * 1e3
-        decode_ms = min(decode_ms, total_ms)  # several images are decoded at the same time
-        return np.stack(vectors), Stages(decode_ms, total_ms - decode_ms)
-
     async def encode(self, data: bytes, digest: str, kind: BulkKind = "write") -> Vector:
         """The vector (D,) of the image `data` with sha256 `digest`, as a bulk call of this `kind`.
 
@@ -248,48 +210,60 @@ class Encoder:
 
         def work() -> Vector:
             vector = self._cache.get(self.lookup(view))
-            if vector is None:
-                vector = self.compute([view])[0][0]
-            return vector
+            return self.compute([view])[0][0] if vector is None else vector
 
         async with self._search_threads.bulk_limit(kind):
             return await self._search_threads.run(work, bulk=True)
 
-    async def infer(self, data: bytes) -> Vector:
-        """The vector (D,) of an image, computed without a cache and before all queued calls."""
+    async def _infer(self) -> Vector:
+        view = View(self._reference_image, "")
+        work = partial(self._computed, [view], nullcontext)
+        vectors, _ = await self._search_threads.run(work, urgent=True, bulk=True)
+        vector: Vector = vectors[0]
+        return vector
 
-        def work() -> Vector:
-            vector: Vector = self._computed([View(data, "")], nullcontext)[0][0]
-            return vector
+    def _computed(self, views: Sequence[View], guard: Guard) -> tuple[Embeddings, Stages]:
+        started = time.perf_counter()
 
-        return await self._search_threads.run(work, urgent=True, bulk=True)
+        def guarded(work: Callable[[View], T]) -> list[T]:
+            def call(view: View) -> T:
+                with guard(view):
+                    return work(view)
 
+            return self._search_threads.each(call, views)
 
-class Model:
-    """A running bundle. `reference_vector` (D,) is the vector of `reference_image` at the warm-up;
-    health checks compare with it.
-    """
+        if self._batcher is None:
+            with span("embed"):
+                answers = guarded(self._embed)
+            vectors = np.stack([vector for vector, _ in answers])
+            decode_ms = sum(took_ms for _, took_ms in answers)
+        else:
+            with span("decode"):
+                images = np.stack(guarded(self.decode))
+            decode_ms = (time.perf_counter() - started) * 1e3
+            with span("embed"):
+                vectors = self._batcher.embed(images)
+        total_ms = (time.perf_counter() - started) * 1e3
+        decode_ms = min(decode_ms, total_ms)  # several images are decoded at the same time
+        return vectors, Stages(decode_ms, total_ms - decode_ms)
 
-    def __init__(self, encoder: Encoder, reference_image: bytes, reference_vector: Vector) -> None:
-        self.encoder = encoder
-        self.reference_image = reference_image
-        self.reference_vector = reference_vector
-        self.embedder = encoder.facts
-        self.bundle_id = encoder.facts.bundle_id
-        self.dim = encoder.facts.dim
-        self.provider = encoder.facts.provider
-        self.calibration = encoder.facts.calibration
-        self.no_calibration = encoder.facts.no_calibration
+    def _embed(self, view: View) -> tuple[Vector, float]:
+        facts = self.embedder
+        answer = self.workers.embed(
+            view.data, facts.preprocessing, facts.limits, view.box, facts.dim
+        )
+        self._on_batch(1)
+        return answer
 
 
 class Models:
     """Opens a model when a gallery needs it, and drops it when no gallery does."""
 
     def __init__(
-        self, find: Callable[[str, str], Backend], connect: Callable[[Backend], Encoder]
+        self, find: Callable[[str, str], Backend], connect: Callable[[Backend], Model]
     ) -> None:
-        """`find` opens a bundle for galleries of a precision, and may block. `connect` makes its
-        encoder.
+        """`find` opens a bundle for galleries of a precision, and may block. `connect` makes a
+        model of it.
         """
         self._find = find
         self._connect = connect
@@ -303,7 +277,7 @@ class Models:
 
     def workers(self) -> list[Workers]:
         """The workers of every model that has been started."""
-        return [model.encoder.workers for model in self.running()]
+        return [model.workers for model in self.running()]
 
     def open(self, bundle_id: str, precision: str = "fp32") -> ModelFacts:
         """Open a bundle before the event loop runs; `get` starts its model. `precision` is the
@@ -345,9 +319,8 @@ class Models:
         backend = self._opened.pop(bundle_id, None)
         if backend is None:
             backend = await in_thread(partial(self._find, bundle_id, precision))
-        encoder, embedder = self._connect(backend), backend.facts
-        image = embedder.known_images()[0]
-        model = Model(encoder, image, await encoder.infer(image))
+        model, embedder = self._connect(backend), backend.facts
+        await model.warm_up()
         self._models[bundle_id] = model
         structlog.get_logger().info(
             "model started",

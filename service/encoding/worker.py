@@ -3,7 +3,7 @@
 Its protocol with the service over one socket:
 
 first:   READY, length, the layers of its sandbox (JSON)
-request: lengths of order and image, order (JSON, `pack_order`), image
+request: lengths of order and image, order (`Order` as JSON), image
 reply:   status, length of the content, content (pixels; or a vector and the decoding time in ms, as
          float32; or a JPEG; or JSON: class name and text of an error)
 
@@ -20,19 +20,22 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from threading import Thread
 from time import perf_counter
+from typing import Annotated
 
 import numpy as np
 from PIL import Image
+from pydantic import PlainSerializer, TypeAdapter
 
 from kinlens.embedder import errors
 from kinlens.embedder.errors import BundleError, ImageError, InvalidParameterError
 from kinlens.embedder.manifest import Preprocessing
 from kinlens.embedder.preprocess import Box, ImageLimits, preprocess, render_jpeg
-from kinlens.embedder.types import Embeddings, Images
+from kinlens.embedder.types import Embed
 from kinlens.service.encoding.sandbox import Layer, enter, enter_again
 
 REQUEST = struct.Struct("<II")
@@ -49,39 +52,29 @@ _CACHED_ORDERS = 64
 EMBED_S = 30.0
 """Time limit of the model for one decoded image."""
 
-Embed = Callable[[Images], Embeddings]
+LAYERS = TypeAdapter(list[Layer])
 
 
-@lru_cache(_CACHED_ORDERS)
-def pack_order(
-    limits: ImageLimits,
-    spec: Preprocessing | None = None,
-    box: Box | None = None,
-    *,
-    embed: bool = False,
-    side_px: int = 0,
-) -> bytes:
-    """What to do with an image, as JSON: decode it by `spec`, and `embed` it; or render a JPEG
-    of at most `side_px` a side.
+def _with_colour(spec: Preprocessing | None) -> dict[str, object] | None:
+    """All fields: as a manifest it would omit a `colour` that readers of manifests know."""
+    return None if spec is None else dict(spec)
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What to do with an image: decode it by `spec`, and `embed` it; or render a JPEG of at most
+    `side_px` a side.
     """
-    sizes = (limits.max_bytes, limits.max_megapixels, limits.max_side_px)
-    order = [sizes, None if spec is None else dict(spec), box, embed, side_px]
-    return json.dumps(order).encode()
+
+    limits: ImageLimits
+    spec: Annotated[Preprocessing | None, PlainSerializer(_with_colour)] = None
+    box: Box | None = None
+    embed: bool = False
+    side_px: int = 0
 
 
-@lru_cache(_CACHED_ORDERS)
-def unpack_order(
-    packed: bytes,
-) -> tuple[ImageLimits, Preprocessing | None, Box | None, bool, int]:
-    """The arguments of `pack_order`."""
-    sizes, spec, box, embed, side_px = json.loads(packed)
-    return (
-        ImageLimits(*sizes),
-        None if spec is None else Preprocessing(**spec),
-        None if box is None else tuple(box),
-        embed,
-        side_px,
-    )
+pack_order = lru_cache(_CACHED_ORDERS)(TypeAdapter(Order).dump_json)
+_unpack_order = lru_cache(_CACHED_ORDERS)(TypeAdapter(Order).validate_json)
 
 
 def pack_error(error: Exception) -> bytes:
@@ -101,18 +94,6 @@ def unpack_error(packed: bytes) -> Exception:
     return RuntimeError(f"{name}: {text}")
 
 
-def pack_layers(layers: Sequence[Layer]) -> bytes:
-    """The layers of the sandbox, as JSON."""
-    return json.dumps(layers).encode()
-
-
-def unpack_layers(packed: bytes) -> list[Layer]:
-    """The layers that `pack_layers` packed. Raises: ValueError, TypeError if damaged."""
-    return [
-        Layer(str(name), bool(holds), str(absence)) for name, holds, absence in json.loads(packed)
-    ]
-
-
 def serve(
     connection: socket.socket,
     memory_bytes: int,
@@ -125,7 +106,7 @@ def serve(
     """
     silence = os.open(os.devnull, os.O_WRONLY)
     _limit(memory_bytes)
-    entered = pack_layers(enter(_rehearse) if layers is None else enter_again(layers))
+    entered = LAYERS.dump_json(enter(_rehearse) if layers is None else enter_again(layers))
     os.dup2(silence, 2)  # C libraries write warnings about images to stderr
     connection.sendall(REPLY.pack(READY, len(entered)) + entered)
     while _serve(connection, alarm_s, embed):
@@ -191,12 +172,12 @@ def _answer(
 
 
 def _content(image: bytes, order: bytes, embed: Embed | None) -> bytes | memoryview:
-    limits, spec, box, wants_vector, side_px = unpack_order(order)
-    if spec is None:
-        return render_jpeg(image, limits, side_px)
+    wanted = _unpack_order(order)
+    if wanted.spec is None:
+        return render_jpeg(image, wanted.limits, wanted.side_px)
     started = perf_counter()
-    pixels = preprocess(image, spec, limits, box)
-    if not wants_vector:
+    pixels = preprocess(image, wanted.spec, wanted.limits, wanted.box)
+    if not wanted.embed:
         return pixels.data.cast("B")
     assert embed is not None
     decode_ms = 1e3 * (perf_counter() - started)

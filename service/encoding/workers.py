@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import structlog
@@ -32,13 +32,14 @@ from kinlens.service.encoding.worker import (
     ENDING,
     ERROR_BYTES,
     FAILED,
+    LAYERS,
     READY,
     REFUSED,
     REPLY,
     REQUEST,
+    Order,
     pack_order,
     unpack_error,
-    unpack_layers,
 )
 
 T = TypeVar("T")
@@ -151,7 +152,7 @@ class Workers:
             InvalidParameterError for the box, SearchError if there is no worker.
         """
         shape = 3, spec.crop_px, spec.crop_px
-        order = pack_order(limits, spec, box)
+        order = Order(limits, spec, box)
         return self._ask(order, data, math.prod(shape), lambda content: content.reshape(shape))
 
     def embed(
@@ -171,7 +172,7 @@ class Workers:
                 raise ValueError
             return vector, decode_ms if 0 <= decode_ms <= 1e3 * self._timeout_s else 0.0
 
-        order = pack_order(limits, spec, box, embed=True)
+        order = Order(limits, spec, box, embed=True)
         return self._ask(order, data, 4 * (dim + 1), read, EMBED_S)
 
     def render(self, data: bytes, limits: ImageLimits, side_px: int = MAX_SIDE_PX) -> bytes:
@@ -187,11 +188,11 @@ class Workers:
                 raise ValueError
             return jpeg
 
-        return self._ask(pack_order(limits, side_px=side_px), data, 3 * side_px**2, read)
+        return self._ask(Order(limits, side_px=side_px), data, 3 * side_px**2, read)
 
     def _ask(
         self,
-        order: bytes,
+        order: Order,
         data: bytes,
         max_bytes: int,
         read: Callable[[Pixels], T],
@@ -204,15 +205,11 @@ class Workers:
             # The second time a new one: with their server, all idle ones have died.
             worker = self._forked() if is_last else self._take()
             try:
-                answer = read(worker.ask(order, data, max_bytes, self._timeout_s, more_s))
+                answer = worker.ask(order, data, max_bytes, read, self._timeout_s, more_s)
             except _LostError as lost:
                 self._drop(worker, lost.outcome)
                 if is_last or lost.outcome not in _RETRIED:
-                    self._refuse(lost.outcome)
-            except (ValueError, TypeError):
-                self._drop(worker, _Outcome.INVALID)
-                if is_last:
-                    self._refuse(_Outcome.INVALID)
+                    raise self._refusal(lost.outcome) from None
             except BaseException:  # the image is refused
                 self._give_back(worker)
                 raise
@@ -221,21 +218,21 @@ class Workers:
                 return answer
         raise AssertionError
 
-    def _refuse(self, outcome: _Outcome) -> NoReturn:
-        match outcome:
-            case _Outcome.LATE:
-                raise ImageCostError(
-                    f"Decoding the image took longer than {self._timeout_s:g} s, which is the "
-                    "limit. Resize it, or save it as a plain JPEG."
-                )
-            case _Outcome.FULL:
-                raise ImageCostError(
-                    "Decoding the image needs more memory than the limit of "
-                    f"{self._server.memory_mb:,} MB. Resize it, or save it as a plain JPEG."
-                )
-            case _Outcome.FAILED:
-                raise SearchError("The model cannot run in a worker process. Try again.")
-        raise ImageCostError(
+    def _refusal(self, outcome: _Outcome) -> KinlensError:
+        cure = "Resize it, or save it as a plain JPEG."
+        if outcome is _Outcome.LATE:
+            return ImageCostError(
+                f"Decoding the image took longer than {self._timeout_s:g} s, which is the limit. "
+                + cure
+            )
+        if outcome is _Outcome.FULL:
+            return ImageCostError(
+                "Decoding the image needs more memory than the limit of "
+                f"{self._server.memory_mb:,} MB. {cure}"
+            )
+        if outcome is _Outcome.FAILED:
+            return SearchError("The model cannot run in a worker process. Try again.")
+        return ImageCostError(
             "The process that decoded the image crashed. Export the image again from its source; "
             "if the file is intact, send it again."
         )
@@ -352,23 +349,29 @@ class _Worker:
         """The layers of its sandbox. Raises: _LostError."""
         try:
             status, content = self._receive(0, time.monotonic() + _START_S)
-            layers = unpack_layers(content.tobytes())
-        except (TimeoutError, TypeError, ValueError) as error:
+            layers = LAYERS.validate_json(content.tobytes())
+        except (OSError, ValueError) as error:
             raise _LostError(_Outcome.UNREADY) from error
         if status != READY:
             raise _LostError(_Outcome.UNREADY)
         return layers
 
     def ask(
-        self, order: bytes, data: bytes, max_bytes: int, timeout_s: float, more_s: float
-    ) -> Pixels:
-        """Send an image; the content of the answer.
+        self,
+        order: Order,
+        data: bytes,
+        max_bytes: int,
+        read: Callable[[Pixels], T],
+        timeout_s: float,
+        more_s: float,
+    ) -> T:
+        """Send an image; what `read` makes of the answer.
 
-        Raises: _LostError; ImageError or InvalidParameterError if the image is refused; ValueError
-            if the answer is invalid.
+        Raises: _LostError; ImageError or InvalidParameterError if the image is refused.
         """
         due = time.monotonic() + timeout_s
-        head = REQUEST.pack(len(order), len(data)) + order
+        packed = pack_order(order)
+        head = REQUEST.pack(len(packed), len(data)) + packed
         try:
             self._socket.settimeout(timeout_s)
             sent = self._socket.sendmsg([head, data])
@@ -376,17 +379,18 @@ class _Worker:
                 self._socket.settimeout(max(_LEAST_S, due - time.monotonic()))
                 self._socket.sendall(memoryview(head + data)[sent:])
             status, content = self._receive(max_bytes, due + more_s)
+            if status == DONE:
+                return read(content)
+            if status != REFUSED:
+                raise _LostError(_OUTCOMES.get(status, _Outcome.INVALID))
+            raise unpack_error(content.tobytes())
         except TimeoutError:
             raise _LostError(_Outcome.FAILED if more_s else _Outcome.LATE) from None
-        except (_LostError, OSError) as error:
-            if 0 <= time.monotonic() - due < _ALARM_GRACE_S:
-                raise _LostError(_Outcome.LATE) from None  # the alarm of the worker has killed it
-            raise error if isinstance(error, _LostError) else _LostError(_Outcome.ENDED) from None
-        if status == REFUSED:
-            raise unpack_error(content.tobytes())
-        if status != DONE:
-            raise _LostError(_OUTCOMES.get(status, _Outcome.INVALID))
-        return content
+        except OSError:
+            is_by_alarm = 0 <= time.monotonic() - due < _ALARM_GRACE_S
+            raise _LostError(_Outcome.LATE if is_by_alarm else _Outcome.ENDED) from None
+        except (ValueError, TypeError):
+            raise _LostError(_Outcome.INVALID) from None
 
     def end(self) -> int | None:
         """Kill the process if it still runs, and return its exit code, if known."""
@@ -397,27 +401,22 @@ class _Worker:
         return code
 
     def _receive(self, max_bytes: int, due: float) -> tuple[int, Pixels]:
-        """Status and content of an answer. Raises: TimeoutError, _LostError."""
+        """Status and content of an answer. Raises: OSError; ValueError for an invalid one."""
         buffer = np.empty(REPLY.size + max(max_bytes, ERROR_BYTES), dtype=np.uint8)
         received, length = 0, REPLY.size
         while received < length:
             left_s = due - time.monotonic()
             if left_s <= 0:
                 raise TimeoutError
-            try:
-                self._socket.settimeout(left_s)
-                count = self._socket.recv_into(buffer[received:].data)
-            except TimeoutError:
-                raise
-            except OSError:
-                count = 0
+            self._socket.settimeout(left_s)
+            count = self._socket.recv_into(buffer[received:].data)
             if not count:
-                raise _LostError(_Outcome.ENDED)
+                raise ConnectionError
             received += count
             if received >= REPLY.size:
                 length = REPLY.size + REPLY.unpack_from(buffer.data)[1]
                 if received > length or length > len(buffer):
-                    raise _LostError(_Outcome.INVALID)
+                    raise ValueError
         return REPLY.unpack_from(buffer.data)[0], buffer[REPLY.size : length]
 
 

@@ -246,7 +246,7 @@ class Items:
     async def _embed(self, model: Model, draft: "_Draft", deadline: float) -> None:
         try:
             async with asyncio.timeout(max(0.0, deadline - time.monotonic())), self._embedding:
-                draft.vector = await model.encoder.encode(draft.item.data, draft.sha256)
+                draft.vector = await model.encode(draft.item.data, draft.sha256)
         except TimeoutError:
             draft.error = DeadlineExceededError(
                 f"The image was not embedded in time: the limit is {self._limit_s:g} s for each "

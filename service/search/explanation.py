@@ -71,7 +71,7 @@ def _explained(
     liked, grids = [], []
     for view in query.views:  # one at a time, since a map is large
         cancel_token.check()
-        of_view = embedder.maps(served.model.encoder.decode(view)[np.newaxis])[0]
+        of_view = embedder.maps(served.model.decode(view)[np.newaxis])[0]
         liked.append(of_view.sum(axis=(1, 2)))
         grids.append(shares(of_view, hit))
     keys = [*query.positives, *query.negatives]
@@ -110,7 +110,7 @@ def _decoded(served: Served, image: bytes) -> NDArray[np.uint8]:
     embedder = served.model.embedder
     limits = replace(embedder.limits, max_bytes=ANY_SIZE.max_bytes)
     try:
-        return served.model.encoder.workers.decode(image, embedder.preprocessing, limits)
+        return served.model.workers.decode(image, embedder.preprocessing, limits)
     except ImageCostError as error:
         raise DeadlineExceededError(
             "Decoding the image of the item exceeded the limit of time or memory. Put the item "

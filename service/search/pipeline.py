@@ -239,7 +239,7 @@ class Pipeline:
                 raise ValueError("the answer is about another version of the gallery")
             return payload[_VERSION_BYTES:]
 
-        lookups = [served.model.encoder.lookup(view) for view in query.views]
+        lookups = [served.model.lookup(view) for view in query.views]
         if served.is_remote:  # no reliable version number, so answers are not cached
             vectors = self._cache.get_all(lookups)
             self._metrics.observe_stage("cache", time.perf_counter() - started)
@@ -262,7 +262,6 @@ class Pipeline:
         """The vector of every view; views without a cached vector are decoded and embedded
         together.
         """
-        encoder = served.model.encoder
         several = len(query.views) > 1 and len({view.digest for view in query.views}) > 1
 
         @contextmanager
@@ -278,7 +277,7 @@ class Pipeline:
         missing = [view for view, vector in zip(query.views, cached, strict=True) if vector is None]
         if not missing:
             return [vector for vector in cached if vector is not None], Stages()
-        computed, stages = encoder.compute(missing, guard)
+        computed, stages = served.model.compute(missing, guard)
         new = iter(computed)
         return [next(new) if vector is None else vector for vector in cached], stages
 

@@ -47,7 +47,7 @@ def start_shared(start_service, redis_server):
 def search_and_store(service: Any, data: bytes) -> Any:
     """A search whose values have reached Redis when it returns."""
     response = service.search(data)
-    until(lambda: service.runtime.cache.pending_writes == 0)
+    until(lambda: service.runtime.redis.pending_writes == 0)
     return response
 
 
@@ -178,7 +178,7 @@ def test_an_outage_under_load_costs_no_answer(start_service, redis_server, photo
 
     def is_shared() -> bool:
         service.search(data := new_photo())
-        until(lambda: service.runtime.cache.pending_writes == 0)
+        until(lambda: service.runtime.redis.pending_writes == 0)
         return other.search(data).json()["cached"]
 
     until(is_shared)  # on a busy machine an answer may take Redis 50 ms, and is not kept then
@@ -297,7 +297,7 @@ def test_the_documented_permissions_are_enough(start_service, redis_server) -> N
     assert is_up(service)
     statuses = [service.search(new_photo()).status_code for _ in range(4)]
     assert statuses == [200, 200, 200, 429]
-    until(lambda: service.runtime.cache.pending_writes == 0)
+    until(lambda: service.runtime.redis.pending_writes == 0)
     with connected(redis_server) as client:
         assert len(client.keys("kinlens:*")) == 3 * 2 + 1
 

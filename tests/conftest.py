@@ -13,6 +13,7 @@ import pytest
 from kinlens.embedder.bundle import Bundle, write_bundle
 from kinlens.embedder.manifest import BundleManifest, GoldenHashes
 from kinlens.embedder.preprocess import preprocess
+from kinlens.embedder.seen import Seen
 from tests.tiny import TINY, TINY_DIM, encoded, photo, tiny_embed, write_tiny_onnx
 
 gc.disable()  # what the imports of all test modules make stays; to look through it takes seconds
@@ -81,7 +82,7 @@ def pytest_collection_finish() -> None:
 def make_tiny_bundle(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Bundle]:
     """A function that writes a new tiny bundle; another `seed` is another model."""
 
-    def make(seed: int = 0) -> Bundle:
+    def make(seed: int = 0, seen: Seen | None = None) -> Bundle:
         folder = tmp_path_factory.mktemp("bundle")
         write_tiny_onnx(folder / "source.onnx", seed)
         images = [encoded(photo(n)) for n in range(3)]
@@ -96,9 +97,8 @@ def make_tiny_bundle(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., 
             backbone="tiny",
         )
         vectors = tiny_embed(inputs, seed)
-        return write_bundle(
-            folder / "tiny", manifest, folder / "source.onnx", images, inputs, vectors
-        )
+        model = folder / "source.onnx"
+        return write_bundle(folder / "tiny", manifest, model, images, inputs, vectors, seen=seen)
 
     return make
 

@@ -246,6 +246,11 @@ class FileHashes:
         with self._writing() as connection:
             connection.executemany("INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?)", rows)
 
+    def forget(self, paths: Iterable[str]) -> None:
+        """Remove the facts of files. Raises: GalleryWriteError."""
+        with self._writing() as connection:
+            connection.executemany("DELETE FROM files WHERE path = ?", ((path,) for path in paths))
+
     def moved(self) -> set[int]:
         """The ids of items whose renaming has begun."""
         return {number for (number,) in self._connection.execute("SELECT id FROM moved")}
@@ -326,6 +331,7 @@ class _Sync:
         self.managed = array("q", (i.id for i in store.items() if self._is_managed(i)))
         self.names: dict[str, str] = {}  # new key -> old key of a renamed item
         self.gone: Ids = np.empty(0, np.int64)
+        self.vanished: list[str] = []  # the paths of items that are gone
 
     def compare(self, on_progress: Progress) -> None:
         """Find all differences. Raises: SourceError, GalleryWriteError."""
@@ -362,9 +368,12 @@ class _Sync:
         for item in self.store.items() if ids else ():
             if item.id in ids and (_is_below(item.path, faults) or self._is_hidden(item.path)):
                 ids.remove(item.id)  # such as a link to a share that is away
-            elif item.id in begun and item.id in ids and item.sha256 not in wanted:
+            if item.id not in ids:
+                continue
+            self.vanished.append(item.path)
+            if item.id in begun and item.sha256 not in wanted:
                 moved.append(item.id)  # an interrupted sync has already added its new key
-            elif item.id in ids:
+            else:
                 missing[item.sha256].append(item.key)
         for key, sha256 in new:
             if missing.get(sha256):
@@ -415,6 +424,7 @@ class _Sync:
                 "updated": written.updated,
                 "renamed": renamed,
             }
+        self.hashes.forget(self.vanished)
         for start in range(0, len(self.gone), _REMOVAL_PART):
             self.store.remove_items(self.gone[start : start + _REMOVAL_PART].tolist())
         self.hashes.set_moved(())

@@ -20,6 +20,18 @@ from kinlens.service.galleries.locations import Locations, id_of, known_bundles
 from kinlens.service.settings import Settings
 
 
+def session_of(settings: Settings) -> SessionSettings:
+    """How the settings run a model."""
+    return SessionSettings(
+        settings.device,
+        settings.threads,
+        settings.allow_cpu_fallback,
+        settings.precision,
+        settings.gpu_memory_mb,
+        engine=settings.engine,
+    )
+
+
 class Bundles:
     """Finds a bundle by its id and opens it; the hashes of its files are checked each time."""
 
@@ -39,14 +51,7 @@ class Bundles:
         self._state = settings.state
         self._limits = settings.image_limits()
         self._begun: dict[str, Future[Backend]] = {}
-        self._session = SessionSettings(
-            settings.device,
-            settings.threads,
-            settings.allow_cpu_fallback,
-            settings.precision,
-            settings.gpu_memory_mb,
-            engine=settings.engine,
-        )
+        self._session = session_of(settings)
 
     def primary(self) -> str:
         """The id of the bundle that the settings name. Raises: BundleNotFoundError, BundleError."""

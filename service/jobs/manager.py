@@ -3,7 +3,6 @@
 start, resume, cancel ──► the table ──► a thread that watches it ──► python -m kinlens.service.jobs
 """
 
-import codecs
 import contextlib
 import math
 import os
@@ -19,7 +18,7 @@ from pathlib import Path
 
 import structlog
 
-from kinlens.embedder.durable import discard, is_stage
+from kinlens.embedder.durable import discard
 from kinlens.embedder.errors import (
     JobConflictError,
     JobNotFoundError,
@@ -29,7 +28,7 @@ from kinlens.embedder.errors import (
 from kinlens.environment import child_environment
 from kinlens.indexer.gallery import current_manifest
 from kinlens.models import JobLog, JobOptions
-from kinlens.service.galleries.locations import Locations, id_of
+from kinlens.service.galleries.locations import Locations, known_bundles
 from kinlens.service.jobs.params import Params, SwapParams, options_of, params_of, plan_of
 from kinlens.service.jobs.store import RESUMABLE, Job, JobFolders, JobStore, reason_of
 from kinlens.service.settings import Settings
@@ -158,10 +157,11 @@ class JobManager:
             return JobLog(offset=0, next_offset=0, text="")
         except OSError as error:
             raise JobNotFoundError(f"The log of job {job.id} cannot be read: {error}.") from error
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        text = decoder.decode(data, final=len(data) < LOG_PAGE and not job.is_active)
-        taken = len(data) - len(decoder.getstate()[0])
-        return JobLog(offset=offset, next_offset=offset + taken, text=text)
+        if job.is_active or len(data) == LOG_PAGE:  # it may end within a character
+            data = data[: data.rfind(b"\n") + 1] or data
+        return JobLog(
+            offset=offset, next_offset=offset + len(data), text=data.decode(errors="replace")
+        )
 
     def _watch(self, is_over: Callable[[], bool] = lambda: False) -> None:
         """Poll the jobs until `is_over`; less often while polls fail."""
@@ -239,7 +239,6 @@ class JobManager:
                 pass_fds=(lock,),
                 env=environment,
             )
-        folders.group.write_text(str(process.pid))
 
         def wait() -> None:
             process.wait()
@@ -251,9 +250,6 @@ class JobManager:
 def _kill(folders: JobFolders) -> None:
     """Kill every process of a job."""
     mark = f"{_MARK}={folders.path.name}".encode()
-    if not _PROCESSES.joinpath("self/environ").exists():  # macOS: kill its process group
-        with contextlib.suppress(OSError, ValueError):
-            os.killpg(int(folders.group.read_text()), signal.SIGKILL)
     for folder in _PROCESSES.glob("[0-9]*"):
         with contextlib.suppress(OSError):  # a process of another user, or one that has ended
             if mark in (folder / "environ").read_bytes().split(b"\0"):
@@ -262,17 +258,17 @@ def _kill(folders: JobFolders) -> None:
 
 def _reason_of_death(job: Job) -> str:
     """The error of a job whose process ended without a result."""
-    found = "The gallery was not changed."
+    state = "The gallery was not changed."
     if job.committed:
-        found = f"The bundle_id in GET /galleries/{job.gallery} shows whether the gallery changed."
-    cure = "Start the job again."
+        state = f"The bundle_id in GET /galleries/{job.gallery} shows whether the gallery changed."
     if job.kind == "sync":
-        found = "Changes made before that are kept."
+        state = "Changes made before that are kept."
+    cure = "Start the job again."
     if job.kind in RESUMABLE:
         cure = f"Resume it with POST /jobs/{job.id}/resume; finished epochs and images are kept."
     return (
         "Its process ended without a result: it was killed, the machine went down, or the memory "
-        f"was used up. {found} {cure}"
+        f"was used up. {state} {cure}"
     )
 
 
@@ -326,12 +322,9 @@ def _drop_bundles(state: Path, settings: Settings, now: datetime) -> None:
         used = {current_manifest(path).bundle_id for path in [*paths, *state.glob("candidates/*")]}
     except KinlensError:
         return
-    if settings.bundle is not None and (served := id_of(settings.bundle)) is not None:
-        used.add(served)
-    for folder in state.glob("bundles/*"):
-        bundle_id = id_of(folder)
-        is_old = now.timestamp() - folder.stat().st_ctime > KEPT.total_seconds()
+    used |= known_bundles(None, settings.bundle).keys()
+    for bundle_id, (folder, _) in known_bundles(state, None).items():
         if bundle_id in used:
             os.utime(folder)
-        elif bundle_id is not None and is_old and not is_stage(folder):
+        elif now.timestamp() - folder.stat().st_ctime > KEPT.total_seconds():
             discard(folder)

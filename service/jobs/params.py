@@ -10,6 +10,7 @@ import shutil
 import sys
 import tomllib
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -28,6 +29,7 @@ from kinlens.indexer.gallery import current_manifest
 from kinlens.indexer.ingest.sync import MaxRemoved
 from kinlens.models import BundleModel, JobKind, JobOptions
 from kinlens.service.access.binding import of_caller
+from kinlens.service.galleries.bundles import session_of
 from kinlens.service.galleries.locations import GalleryLocation, Locations, known_bundles
 from kinlens.service.jobs.store import JobFolders
 from kinlens.service.settings import START_WORDS, Settings, split_gallery
@@ -77,73 +79,58 @@ class SyncParams(Params):
     """The parameters of a sync, which makes a gallery equal to a folder or list."""
 
     kind = "sync"
-    folder: Annotated[
-        str | None,
-        Field(
-            pattern=NAME,
-            description="A folder or list of the settings; null: the image root of the gallery.",
-        ),
-    ] = None
-    max_removed: Annotated[
-        str,
-        Field(
-            pattern=r"^\d+(\.\d+)?%$|^\d+$",
-            max_length=20,
-            description="With more items to remove, a percentage or a number, the job fails and "
-            "changes nothing.",
-        ),
-    ] = "10%"
-    uploads: Annotated[
-        bool, Field(description="Also remove items without a file, such as uploaded ones.")
-    ] = False
-    checksum: Annotated[
-        bool, Field(description="Read every file, not only those with another size or date.")
-    ] = False
-    dry_run: Annotated[bool, Field(description="Change nothing; the report has what would be.")] = (
-        False
+    folder: str | None = Field(
+        None,
+        pattern=NAME,
+        description="A folder or list of the settings; null: the image root of the gallery.",
     )
+    max_removed: str = Field(
+        "10%",
+        pattern=r"^\d+(\.\d+)?%$|^\d+$",
+        max_length=20,
+        description="With more items to remove, a percentage or a number, the job fails and "
+        "changes nothing.",
+    )
+    uploads: bool = Field(
+        False, description="Also remove items without a file, such as uploaded ones."
+    )
+    checksum: bool = Field(
+        False, description="Read every file, not only those with another size or date."
+    )
+    dry_run: bool = Field(False, description="Change nothing; the report has what would be.")
 
 
 class ModelParams(Params):
     """The parameters that a rebuild and a training share."""
 
-    swap: Annotated[
-        Literal["auto", "never"],
-        Field(
-            description="auto: the new gallery replaces the old one if it passes the gate. never: "
-            "it waits for POST /jobs/{id}/swap."
-        ),
-    ] = "auto"
-    class_attribute: Annotated[
-        str | None,
-        Field(
-            min_length=1,
-            max_length=200,
-            description="A hit is right if it has the query's value of this attribute; null: "
-            "class, or product in a gallery without class.",
-        ),
-    ] = None
-    max_missing: Annotated[
-        Part,
-        Field(
-            description="Part of the items that may be omitted as their image is missing; above it "
-            "the job fails."
-        ),
-    ] = 0.01
+    swap: Literal["auto", "never"] = Field(
+        "auto",
+        description="auto: the new gallery replaces the old one if it passes the gate. never: it "
+        "waits for POST /jobs/{id}/swap.",
+    )
+    class_attribute: str | None = Field(
+        None,
+        min_length=1,
+        max_length=200,
+        description="A hit is right if it has the query's value of this attribute; null: class, "
+        "or product in a gallery without class.",
+    )
+    max_missing: Part = Field(
+        0.01,
+        description="Part of the items that may be omitted as their image is missing; above it "
+        "the job fails.",
+    )
 
 
 class RebuildParams(ModelParams):
     """The parameters of a rebuild with another bundle."""
 
     kind = "rebuild"
-    bundle_id: Annotated[
-        str,
-        Field(
-            pattern=r"^[0-9a-f]{12,64}$",
-            description="Id of a bundle that the service knows, or its first 12 or more digits.",
-        ),
-    ]
-    max_recall_loss: Annotated[Part, Field(description=_LOSS)] = 0.01
+    bundle_id: str = Field(
+        pattern=r"^[0-9a-f]{12,64}$",
+        description="Id of a bundle that the service knows, or its first 12 or more digits.",
+    )
+    max_recall_loss: Part = Field(0.01, description=_LOSS)
 
 
 class Gate(BaseModel):
@@ -155,47 +142,37 @@ class Gate(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    max_recall_loss: Annotated[Part, Field(description=_LOSS)] = 0.0
-    min_recall_at_1: Annotated[
-        Part | None, Field(description="Least accepted recall@1; null: any.")
-    ] = None
-    min_queries: Annotated[int, Field(ge=0, le=1000)] = ENOUGH
+    max_recall_loss: Part = Field(0.0, description=_LOSS)
+    min_recall_at_1: Part | None = Field(None, description="Least accepted recall@1; null: any.")
+    min_queries: int = Field(ENOUGH, ge=0, le=1000)
 
 
 class TrainParams(ModelParams):
     """The parameters of a training, after which the gallery is rebuilt with the new model."""
 
     kind = "train"
-    job: Annotated[
-        str,
-        Field(
-            pattern=NAME,
-            description="A job that comes with Kinlens: shop, the recommended one, trains the "
-            "whole network, in ten minutes up to 1,200 images; adapt trains a head in one or two "
-            "and gains less.",
-        ),
-    ] = "shop"
-    data: Annotated[
-        str | None,
-        Field(
-            pattern=NAME,
-            description="A data set of the settings; null: the gallery's images, except GIFs, with "
-            "class_attribute as their class.",
-        ),
-    ] = None
-    overrides: Annotated[
-        dict[str, Override],
-        Field(
-            max_length=64,
-            description="Settings of the job, such as optimizer.epochs, as in `kinlens-train fit "
-            "--set`; paths are refused. model.weights is imagenet (downloaded), none (random), "
-            "current (continue from the gallery's own model) or a name of the settings.",
-        ),
-    ] = {}
-    gate: Gate = Gate()
-    feedback: Annotated[bool, Field(description="Also learn from the feedback on the gallery.")] = (
-        False
+    job: str = Field(
+        "shop",
+        pattern=NAME,
+        description="A job that comes with Kinlens: shop, the recommended one, trains the whole "
+        "network, in ten minutes up to 1,200 images; adapt trains a head in one or two and gains "
+        "less.",
     )
+    data: str | None = Field(
+        None,
+        pattern=NAME,
+        description="A data set of the settings; null: the gallery's images, except GIFs, with "
+        "class_attribute as their class.",
+    )
+    overrides: dict[str, Override] = Field(
+        {},
+        max_length=64,
+        description="Settings of the job, such as optimizer.epochs, as in `kinlens-train fit "
+        "--set`; paths are refused. model.weights is imagenet (downloaded), none (random), "
+        "current (continue from the gallery's own model) or a name of the settings.",
+    )
+    gate: Gate = Gate()
+    feedback: bool = Field(False, description="Also learn from the feedback on the gallery.")
 
     @field_validator("overrides")
     @classmethod
@@ -282,15 +259,7 @@ def plan_of(params: Params, gallery: str, settings: Settings) -> Plan:
         found |= _training(params, location, settings)
         if settings.jobs == "here":
             found["command"] = _training_command(settings)
-    session = SessionSettings(
-        settings.device,
-        settings.threads,
-        settings.allow_cpu_fallback,
-        settings.precision,
-        settings.gpu_memory_mb,
-        engine=settings.engine,
-        callers=settings.search_threads,
-    )
+    session = replace(session_of(settings), callers=settings.search_threads)
     return Plan(**found, session=session)
 
 
@@ -318,15 +287,16 @@ def options_of(settings: Settings) -> JobOptions:
             bundles=_newest(manifest for name, (_, manifest) in known.items() if name in used),
         )
     recommended = TrainParams.model_fields["job"].default
-    jobs, why = sorted(training_jobs(), key=lambda name: (name != recommended, name)), None
-    try:
-        if settings.jobs == "here":
+    jobs = sorted(training_jobs(), key=lambda name: (name != recommended, name))
+    no_training = None if jobs else "The training jobs of Kinlens are not installed here."
+    if jobs and settings.jobs == "here":
+        try:
             _training_command(settings)
-    except JobConflictError as error:
-        why = str(error)
+        except JobConflictError as error:
+            no_training = str(error)
     return JobOptions(
         training_jobs=jobs,
-        no_training=why if jobs else "The training jobs of Kinlens are not installed here.",
+        no_training=no_training,
         data=sorted(_named(settings.training_data)),
         folders=sorted(_named(settings.sync_folders)),
         weights=[*START_WORDS, *sorted(_named(settings.training_weights))],

@@ -5,14 +5,14 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Callable, Set
+from collections.abc import Set
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from kinlens.embedder.bundle import SEEN, Bundle
+from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.durable import make_folder, rename, staged, sync_tree
 from kinlens.embedder.engines.models import SessionSettings
 from kinlens.embedder.errors import GalleryError, JobConflictError
@@ -217,7 +217,7 @@ def _swap_candidate(context: Context, candidate: Path) -> None:
         )
         missing_ids: Set[int] = frozenset()
         with contextlib.suppress(OSError, ValueError):
-            file = candidate.parents[1] / "jobs" / maker.id / "missing.json"
+            file = JobFolders(context.folders.state, maker.id).missing
             missing = json.loads(file.read_text(encoding="utf-8"))
             if missing["generation"] == old.generation:  # the ids are valid only in this one
                 missing_ids = frozenset(missing["items"])
@@ -237,12 +237,11 @@ def replace_model(
     bundle: Path,
     gate: Gate,
     start: float = 0.0,
-    learnt: Callable[[], Seen | None] | None = None,
 ) -> None:
     """Rebuild the gallery with `bundle`, compare, and swap if the gate and the parameters allow it.
 
     An interrupted job continues with its candidate. `start` is the part of the job that is already
-    done. `learnt` returns what a new model was trained on whose bundle has no record of that.
+    done.
 
     Raises: what `rebuild` and `swap_in` raise; JobConflictError if it was cancelled.
     """
@@ -265,10 +264,8 @@ def replace_model(
         context.folders.missing.write_text(json.dumps(missing), encoding="utf-8")
         context.report(rebuild=report.model_dump(mode="json"), swapped=False)
         context.at("compare old and new", indexed)
-        is_recorded = learnt is None or (bundle / SEEN).exists()
-        seen = seen_by_bundle(bundle) if is_recorded or learnt is None else learnt()
-        before = seen_by_bundle(context.plan.old_bundle)
         class_attribute = params.class_attribute or class_in(old.schema())
+        seen, before = seen_by_bundle(bundle), seen_by_bundle(context.plan.old_bundle)
         questions = fair_questions(old, class_attribute, before, seen)
         with contextlib.closing(Gallery.open(candidate, verify_hashes=False)) as new:
             _calibrate_as(old, new)

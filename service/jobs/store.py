@@ -69,7 +69,6 @@ class JobFolders:
         self.path = state / "jobs" / job_id
         self.log = self.path / "log.txt"
         self.plan = self.path / "plan.json"
-        self.group = self.path / "group.txt"
         self.missing = self.path / "missing.json"
         self.run = state / "runs" / job_id
         self.data = self.run / "data"

@@ -9,13 +9,12 @@ import shutil
 import subprocess
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kinlens.embedder.bundle import MAP
+from kinlens.embedder.decoding.formats import FORMATS
 from kinlens.embedder.errors import GalleryError, ImageError, SourceError, StateError
-from kinlens.embedder.seen import Seen
 from kinlens.embedder.session import FASTER
 from kinlens.embedder.sources.tables import class_in
 from kinlens.indexer.gallery import Gallery
@@ -31,10 +30,7 @@ _PREPARED, _TRAINED, _EXPORTED = 0.05, 0.6, 0.65  # parts of the whole job
 _SHOWN = 100
 _LIST = "images.csv"
 _MIN_CLASSES = 4  # with 2 images: half of them are held out, and a search needs more than one
-_SUFFIXES = {"JPEG": ".jpg", "PNG": ".png", "WEBP": ".webp", "BMP": ".bmp", "TIFF": ".tif"} | {
-    "AVIF": ".avif",
-    "HEIC": ".heic",
-}
+_FORMATS = {*FORMATS} - {"GIF"}
 _RESULTS = (
     "figures",
     "validation",
@@ -67,9 +63,7 @@ def train_gallery(context: Context) -> None:
     context.at("export the bundle", _TRAINED)
     shutil.rmtree(bundle, ignore_errors=True)
     _run([*command, "export", str(run), "--out", str(bundle), *_options(context.plan)])
-    root = context.plan.data_root or folders.data
-    learnt = partial(seen_by, run, root, folders.feedback)
-    replace_model(context, bundle, params.gate, _EXPORTED, learnt)
+    replace_model(context, bundle, params.gate, _EXPORTED)
     shutil.rmtree(bundle, ignore_errors=True)  # the service has a copy
     shutil.rmtree(folders.feedback, ignore_errors=True)
     for checkpoint in run.glob("*.pt"):
@@ -77,28 +71,6 @@ def train_gallery(context: Context) -> None:
     for fold in run.glob("fold-*"):
         shutil.rmtree(fold, ignore_errors=True)
     folders.drop_images()
-
-
-def seen_by(run: Path, root: Path, feedback: Path) -> Seen | None:
-    """What the run in folder `run` was trained on, if its trainer keeps no record: the rows of its
-    train.csv below `root`, and the query images in `feedback`, whose file names are their sha256.
-
-    None if there is no train.csv, or its images are neither in `root` nor in a subfolder of it.
-
-    Raises: OSError.
-    """
-    try:
-        with (run / "train.csv").open(newline="", encoding="utf-8") as stream:
-            rows = list(csv.DictReader(stream))
-    except FileNotFoundError:
-        return None
-    bases = [root, *sorted(path for path in root.glob("*") if path.is_dir())]
-    base = next((b for b in bases if rows and (b / rows[0]["path"]).is_file()), None)
-    if base is None:
-        return None
-    contents = (hashlib.sha256((base / row["path"]).read_bytes()).hexdigest() for row in rows)
-    joined = (path.stem for path in (feedback / "pictures").glob("*"))
-    return Seen.of((row["class"] for row in rows), (*contents, *joined))
 
 
 def _options(plan: Plan) -> list[str]:
@@ -113,15 +85,18 @@ def _options(plan: Plan) -> list[str]:
 
 
 def _fit(context: Context, params: TrainParams) -> None:
-    run = context.folders.run
+    folders, run = context.folders, context.folders.run
+    if not folders.can_resume:  # a resumed training keeps its data
+        _prepare(context, params)
+    settings = [_data_of(context, params)]
+    if params.feedback:
+        settings.append(f"data.feedback={json.dumps(str(folders.feedback))}")
     changes = dict(params.overrides)
     if context.plan.weights is not None:
         changes["model.weights"] = str(context.plan.weights)
-    settings = [f"{name}={json.dumps(value)}" for name, value in changes.items()]
-    data, names = _data(context, params)
-    settings = [data, *_feedback(context, params, names), *settings]
+    settings += [f"{name}={json.dumps(value)}" for name, value in changes.items()]
     words = [word for setting in settings for word in ("--set", setting)]
-    if context.folders.can_resume:
+    if folders.can_resume:
         words.append("--resume")
     reported = -1
 
@@ -167,36 +142,27 @@ def _run(words: Sequence[str], on_line: Callable[[], None] = lambda: None) -> No
         )
 
 
-def _data(context: Context, params: TrainParams) -> tuple[str, dict[str, str] | None]:
-    """The setting for the training data, and the names of the gallery's items in that data by key;
-    None if the names are the keys.
-    """
-    root, names = context.plan.data_root, None
-    if root is None:
-        root = context.folders.data
-        if not (context.folders.can_resume and root.is_dir()):  # a resumed job keeps its data
-            names = _write_images(context, params.class_attribute, root)
-    elif data_kind(params.job) != "rendered":
-        return f"data.root={json.dumps(str(root))}", None
+def _prepare(context: Context, params: TrainParams) -> None:
+    """Copy the images of the gallery, unless a data set is named, and the requested feedback."""
+    names = None  # a named data set has the keys of the items as names
+    if context.plan.data_root is None:
+        names = _write_images(context, params.class_attribute, context.folders.data)
+    if params.feedback:
+        with contextlib.closing(FeedbackStore(context.folders.state)) as store:
+            pairs = store.export(context.job.gallery, context.folders.feedback, names)
+        context.report(feedback=Counter(pair.action for pair in pairs))
+
+
+def _data_of(context: Context, params: TrainParams) -> str:
+    """The setting for the training data: the named data set, or the copied images."""
+    root = context.plan.data_root
+    if root is not None and data_kind(params.job) != "rendered":
+        return f"data.root={json.dumps(str(root))}"
+    root = root or context.folders.data
     # Replace the whole table: jobs of another kind have other fields in it.
     is_listed = (root / _LIST).is_file()
     kind = f'kind = "csv", file = "{_LIST}"' if is_listed else 'kind = "folder"'
-    data = f'data={{{kind}, root = {json.dumps(str(root))}, small_classes = "drop"}}'
-    return data, names
-
-
-def _feedback(context: Context, params: TrainParams, names: dict[str, str] | None) -> list[str]:
-    """The setting for the feedback on the gallery, empty unless requested. `names` maps the keys of
-    items to their names in the training data.
-    """
-    folder = context.folders.feedback
-    if not params.feedback:
-        return []
-    if not (folder / "pairs.csv").is_file():  # a resumed job keeps its feedback
-        with contextlib.closing(FeedbackStore(context.folders.state)) as store:
-            pairs = store.export(context.job.gallery, folder, names)
-        context.report(feedback=Counter(pair.action for pair in pairs))
-    return [f"data.feedback={json.dumps(str(folder))}"]
+    return f'data={{{kind}, root = {json.dumps(str(root))}, small_classes = "drop"}}'
 
 
 def _write_images(context: Context, chosen: str | None, root: Path) -> dict[str, str]:
@@ -206,10 +172,9 @@ def _write_images(context: Context, chosen: str | None, root: Path) -> dict[str,
     Raises: SourceError if fewer than four classes have two images; OSError.
     """
     shutil.rmtree(root, ignore_errors=True)
-    names: dict[Scalar, str] = {}
-    written: dict[str, str] = {}
-    classes: dict[str, str] = {}
-    sizes: Counter[Scalar] = Counter()
+    paths: dict[str, str] = {}
+    rows = [("path", "class")]
+    sizes: Counter[str] = Counter()
     skipped = 0
     read_image = context.read_image()
     with contextlib.closing(Gallery.open(context.plan.gallery, load_index=False)) as gallery:
@@ -218,30 +183,25 @@ def _write_images(context: Context, chosen: str | None, root: Path) -> dict[str,
         for item in gallery.items():
             copied(1)
             value = single(item.attributes.get(class_attribute))
-            suffix = _SUFFIXES.get(item.format)
             try:
-                if value in (None, "") or suffix is None:
+                if value is None or value == "" or item.format not in _FORMATS:
                     raise SourceError(f"no {class_attribute}, or no format for training")
                 data = read_image(item)
             except (ImageError, GalleryError, OSError) as error:
                 skipped += 1
                 if skipped <= _SHOWN:
-                    print(f"skipped: {item.key}: {error}"[:500], flush=True)  # noqa: T201
+                    context.log(f"skipped: {item.key}: {error}"[:500])
                 continue
-            if value not in names:
-                word = re.sub(r"[^A-Za-z0-9]+", "-", str(value))[:40].strip("-")
-                names[value] = (
-                    f"{word or 'class'}-{hashlib.sha256(repr(value).encode()).hexdigest()[:12]}"
-                )
-            folder = root / names[value]
+            folder = root / _folder_name(value)
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / f"{item.id:09d}{suffix}").write_bytes(data)
-            written[item.key] = f"{folder.name}/{item.id:09d}{suffix}"
-            classes[written[item.key]] = class_name(value)
-            sizes[value] += 1
+            file = folder / f"{item.id:09d}.{item.format.lower()}"
+            file.write_bytes(data)
+            paths[item.key] = f"{folder.name}/{file.name}"
+            rows.append((paths[item.key], class_name(value)))
+            sizes[folder.name] += 1
         name = gallery.name
     if skipped:
-        print(f"skipped: {skipped:,} images in total", flush=True)  # noqa: T201
+        context.log(f"skipped: {skipped:,} images in total")
     enough = sum(size > 1 for size in sizes.values())
     if enough < _MIN_CLASSES:
         raise SourceError(
@@ -251,8 +211,14 @@ def _write_images(context: Context, chosen: str | None, root: Path) -> dict[str,
         )
     with (root / _LIST).open("w", newline="", encoding="utf-8") as stream:
         writer = csv.writer(stream, quoting=csv.QUOTE_ALL)  # a reader strips spaces without quotes
-        writer.writerows([("path", "class"), *classes.items()])
-    return written
+        writer.writerows(rows)
+    return paths
+
+
+def _folder_name(value: Scalar) -> str:
+    """A name that depends on the value alone, so each training splits the classes alike."""
+    word = re.sub(r"[^A-Za-z0-9]+", "-", str(value))[:40].strip("-") or "class"
+    return f"{word}-{hashlib.sha256(repr(value).encode()).hexdigest()[:12]}"
 
 
 def _epochs_of(run: Path) -> tuple[int, int]:

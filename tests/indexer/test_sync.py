@@ -95,6 +95,20 @@ def test_only_files_with_another_size_or_date_are_read_unless_asked(run, built, 
     assert checked[5] == 19
 
 
+def test_a_file_that_comes_back_with_its_size_and_date_is_read(run, built, shop) -> None:
+    sync = ("sync", built, shop, "--bundle", "b", "--json", "--max-removed", "1")
+    run(*sync)
+    file, old = shop / "p0" / "0.png", contents(built)["p0/0.png"][2]
+    size = file.stat().st_size
+    file.unlink()
+    assert counts(run(*sync))[4] == 1
+    data = encoded(photo(7).resize((4, 4)))
+    file.write_bytes(data + bytes(size - len(data)))
+    os.utime(file, ns=(OLD_NS, OLD_NS))
+    assert counts(run(*sync))[0] == 1
+    assert contents(built)["p0/0.png"][2] != old
+
+
 @pytest.mark.parametrize("fault", ["missing", "empty", "outside", "files gone", "listed only"])
 def test_a_share_that_is_away_empties_no_shop(run, built, shop, tmp_path, fault) -> None:
     old, place, csv = contents(built), shop, []

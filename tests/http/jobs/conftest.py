@@ -6,13 +6,15 @@ from pathlib import Path
 import pytest
 
 from kinlens.embedder.bundle import Bundle
+from kinlens.embedder.seen import Seen
 from tests.support.job_shops import JobShop
 from tests.support.seams import JobStore
 
 
 @pytest.fixture(scope="session")
 def new_bundle(make_tiny_bundle: Callable[..., Bundle]) -> Bundle:
-    return make_tiny_bundle(seed=1)
+    """Its model was trained on half of the classes of the shop."""
+    return make_tiny_bundle(seed=1, seen=Seen.of(f"class-{number}" for number in range(3)))
 
 
 @pytest.fixture

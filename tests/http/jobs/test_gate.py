@@ -14,7 +14,6 @@ from kinlens.indexer.types import Entry
 from kinlens.service.jobs.fairness import Questions, fair_questions
 from kinlens.service.jobs.params import Gate
 from kinlens.service.jobs.rebuild import Verdict, judge
-from kinlens.service.jobs.train import seen_by
 from tests.support.seams import compare
 
 DIM = 24
@@ -130,18 +129,6 @@ def test_without_a_record_of_both_models_a_person_decides(before, memorised) -> 
         found = verdict(before, memorised, learnt, known, min_queries=0)
         assert found.passed is None
         assert "does not record" in found.reason
-
-
-def test_a_trainer_without_a_record_is_judged_by_its_list(tmp_path) -> None:
-    assert seen_by(tmp_path, tmp_path, tmp_path / "feedback") is None
-    (tmp_path / "data/5-x").mkdir(parents=True)
-    (tmp_path / "data/5-x/5.jpg").write_bytes(photo(5))
-    (tmp_path / "train.csv").write_text("key,path,class\n5,5-x/5.jpg,5-x\n")
-    (tmp_path / "feedback/pictures").mkdir(parents=True)
-    (tmp_path / "feedback/pictures" / f"{'f' * 64}.jpg").write_bytes(b"rendered, smaller")
-    found = seen_by(tmp_path, tmp_path / "data", tmp_path / "feedback")
-    expected = Seen.of(["5-x"], [hashlib.sha256(photo(5)).hexdigest(), "f" * 64])
-    assert found.hashes.tolist() == expected.hashes.tolist()
 
 
 def test_a_wilson_interval_is_that_of_the_textbook(before) -> None:

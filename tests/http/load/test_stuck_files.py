@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,14 +69,14 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shop]:
     shop.close()
 
 
-def ask(shop: Shop, route: str) -> httpx.Response:
+def ask(client: httpx.Client, route: str) -> httpx.Response:
     method, template = route.split(" ")
     parts = {"name": "shop", "item_id": "0", "sha256": "0" * 64, "job_id": "0" * 12}
     path = re.sub(r"\{(\w+)[^}]*\}", lambda found: parts.get(found[1], "a"), template)
     body = dict(BODIES.get(route, {}))
     if route == "POST /feedback":
         body = {"json": {"answer_id": SIGNED[0], "item": "a", "action": "clicked"}}
-    return shop.client.request(method, path, **body)
+    return client.request(method, path, **body)
 
 
 SIGNED: list[str] = []
@@ -98,7 +99,7 @@ def test_no_route_touches_a_disk_outside_of_the_bounded_pools(shop: Shop) -> Non
     sys.addaudithook(watch)
     try:
         for route in sorted(RIGHTS.keys() - IN_MEMORY):
-            answer = ask(shop, route)
+            answer = ask(shop.client, route)
             assert answer.status_code != 500, (route, answer.text)
     finally:
         route = ""
@@ -123,7 +124,7 @@ def test_every_route_answers_in_time_while_every_disk_hangs(
 
     def try_route(route: str) -> None:
         try:
-            answer = ask(shop, route)
+            answer = ask(shop.client, route)
         except httpx.TimeoutException:
             late[route] = "no answer"
         else:
@@ -146,7 +147,7 @@ def serving(state: Path, gallery: Path, bundle: Path, *arguments: str) -> Iterat
     command = [sys.executable, "-m", "kinlens.service", "--bundle", str(bundle), *arguments]
     command += ["--gallery", f"shop={gallery}", "--state", str(state), "--port", str(port)]
     settings = {"REQUEST_TIMEOUT_MS": "1500", "ANONYMOUS_SCOPES": "admin", "JOBS": "elsewhere"}
-    settings |= {"SEARCH_THREADS": "2", "SHUTDOWN_TIMEOUT_S": "1"}
+    settings |= {"SEARCH_THREADS": "2", "SHUTDOWN_TIMEOUT_S": "1", "FEEDBACK": "pairs"}
     environment = os.environ | {f"KINLENS_{name}": value for name, value in settings.items()}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
     try:
@@ -212,3 +213,26 @@ def test_files_that_hang_stop_neither_other_routes_nor_the_end(
         assert "has not answered" in found["detail"], "it is refused at once"
         search = {"image": ("x.png", encoded(photo(7)), "image/png")}
         assert client.post("/search", files=search).status_code == 200
+
+
+@pytest.mark.parametrize("place", ["shop/CURRENT", "state/feedback.sqlite", "state/audit.jsonl"])
+def test_every_route_answers_while_a_file_that_many_read_hangs(
+    place: str, tmp_path: Path, tiny_settings: dict[str, Any]
+) -> None:
+    gallery = tmp_path / "shop"
+    shutil.copytree(str(tiny_settings["galleries"]).partition("=")[2], gallery)
+    with serving(tmp_path / "state", gallery, tiny_settings["bundle"]) as client:
+        SIGNED[:] = [ask(client, "POST /search").raise_for_status().json()["answer_id"]]
+        ask(client, "POST /keys").raise_for_status()  # there are a log and a key before
+        stuck = tmp_path / place
+        stuck.unlink()
+        os.mkfifo(stuck)
+        routes = sorted(RIGHTS.keys() - IN_MEMORY)
+        with ThreadPoolExecutor(16) as callers:
+            answers = list(callers.map(partial(ask, client), routes))
+        assert {
+            route
+            for route, answer in zip(routes, answers, strict=True)
+            if answer.status_code == 500
+        } == set()
+        assert client.get("/live").status_code == 200

@@ -10,8 +10,8 @@ are copies of. Where the model runs on a GPU, the fork server has none, and its 
 Messages on the socket of the fork server, each one packet of text:
 
     at the start                        ──► the choice of the model as JSON, or an error
-    "first", with a socket              ──► process id of a worker that serves this socket
-    "again LAYER ...", with a socket    ──► process id of a worker that enters these layers
+    "fork LAYER ...", with a socket     ──► process id of a worker that serves this socket in these
+                                            layers of the sandbox, or in those that it finds
     "end PID"                           ──► exit code of the worker, after killing it
 """
 
@@ -146,8 +146,7 @@ class ForkServer:
 
         Raises: OSError if no worker can be started.
         """
-        order = " ".join(["again", *active_names(layers)]) if layers else "first"
-        return self._ask(order, [connection.fileno()])
+        return self._ask(" ".join(["fork", *active_names(layers)]), [connection.fileno()])
 
     def end(self, pid: int) -> int | None:
         """Kill a worker and return its exit code; None if it has ended with its server."""
@@ -248,7 +247,7 @@ def main(memory_mb: str, alarm_s: str, session: str, path: str = "", bundle_id: 
     gc.freeze()  # otherwise a collection in a worker writes to, and so copies, all these pages
     server = os.getpid()
 
-    def work(layers: Sequence[str] | None) -> None:
+    def work(layers: Sequence[str]) -> None:
         _die_with(server)
         embed = None if model is None else model.embed
         worker.serve(socket.socket(fileno=0), memory_bytes, float(alarm_s), layers, embed)
@@ -266,7 +265,7 @@ def _opened(path: str, bundle_id: str, session: SessionSettings) -> OnnxEmbedder
     return OnnxEmbedder.open(bundle, session)
 
 
-def _serve(orders: socket.socket, work: Callable[[Sequence[str] | None], None]) -> None:
+def _serve(orders: socket.socket, work: Callable[[Sequence[str]], None]) -> None:
     """Raises: ConnectionError."""
     workers = set[int]()
     while True:
@@ -286,8 +285,7 @@ def _serve(orders: socket.socket, work: Callable[[Sequence[str] | None], None]) 
                 answer = str(error)
             else:
                 if not pid:
-                    layers = words if command == "again" else None
-                    _become_worker(connection, partial(work, layers))
+                    _become_worker(connection, partial(work, words))
                 workers.add(pid)
                 answer = str(pid)
             os.close(connection)

@@ -98,7 +98,7 @@ def serve(
     connection: socket.socket,
     memory_bytes: int,
     alarm_s: float,
-    layers: Sequence[str] | None = None,
+    layers: Sequence[str] = (),
     embed: Embed | None = None,
 ) -> None:
     """Serve until `connection` is closed, in at most `memory_bytes` of address space. The sandbox
@@ -106,7 +106,7 @@ def serve(
     """
     silence = os.open(os.devnull, os.O_WRONLY)
     _limit(memory_bytes)
-    entered = LAYERS.dump_json(enter(_rehearse) if layers is None else enter_again(layers))
+    entered = LAYERS.dump_json(enter_again(layers) if layers else enter(_rehearse))
     os.dup2(silence, 2)  # C libraries write warnings about images to stderr
     connection.sendall(REPLY.pack(READY, len(entered)) + entered)
     while _serve(connection, alarm_s, embed):

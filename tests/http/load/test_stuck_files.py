@@ -29,7 +29,8 @@ from tests.tiny import encoded, photo
 
 LIMIT_MS = 1_000
 IN_MEMORY = {"GET /", "GET /admin", "GET /docs", "GET /docs/{path:path}", "GET /ui/{path:path}"}
-"""The pages; they are not read per request."""
+IN_MEMORY |= {"GET /openapi.json"}
+"""The pages and the document; they are not read per request."""
 
 BACKGROUND = {"jobs", "tidy jobs", "job", "compaction"}
 """Threads of the service that no request waits for."""

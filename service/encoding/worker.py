@@ -19,7 +19,6 @@ import resource
 import signal
 import socket
 import struct
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -101,8 +100,11 @@ def serve(
     layers: Sequence[str] = (),
     embed: Embed | None = None,
 ) -> None:
-    """Serve until `connection` is closed, in at most `memory_bytes` of address space. The sandbox
-    has the active `layers` of an earlier process, or by default those that pass a rehearsal.
+    """Serve until the process may be out of memory, in at most `memory_bytes` of address space. The
+    sandbox has the active `layers` of an earlier process, or by default those that pass a
+    rehearsal.
+
+    Raises: ConnectionError when `connection` is closed.
     """
     silence = os.open(os.devnull, os.O_WRONLY)
     _limit(memory_bytes)
@@ -123,17 +125,11 @@ def _limit(memory_bytes: int) -> None:
         resource.setrlimit(kind, (value, value))
 
 
-def known_image() -> bytes:
-    """A small PNG to test decoding with."""
-    buffer = io.BytesIO()
-    Image.new("RGB", (8, 8)).save(buffer, "PNG")
-    return buffer.getvalue()
-
-
 def _rehearse() -> None:
     """Decode and encode an image in a thread, as the libraries of some formats do."""
-    image, rendered = known_image(), []
-    thread = Thread(target=lambda: rendered.append(render_jpeg(image, ImageLimits())))
+    png, rendered = io.BytesIO(), []
+    Image.new("RGB", (8, 8)).save(png, "PNG")
+    thread = Thread(target=lambda: rendered.append(render_jpeg(png.getvalue(), ImageLimits())))
     thread.start()
     thread.join()
     rendered.pop()
@@ -141,11 +137,8 @@ def _rehearse() -> None:
 
 def _serve(connection: socket.socket, alarm_s: float, embed: Embed | None) -> bool:
     """Answer one request; False if the process must end afterwards."""
-    head = _receive(connection, REQUEST.size)
-    if head is None:
-        return False
+    order_bytes, image_bytes = REQUEST.unpack(_receive(connection, REQUEST.size))
     signal.setitimer(signal.ITIMER_REAL, alarm_s)
-    order_bytes, image_bytes = REQUEST.unpack(head)
     status, content = _answer(connection, order_bytes, image_bytes, embed)
     sent = connection.sendmsg([REPLY.pack(status, len(content)), content])
     connection.sendall(content[max(0, sent - REPLY.size) :])
@@ -157,11 +150,10 @@ def _answer(
     connection: socket.socket, order_bytes: int, image_bytes: int, embed: Embed | None
 ) -> tuple[int, bytes | memoryview]:
     try:
-        order = _receive(connection, order_bytes)
-        image = _receive(connection, image_bytes)
-        if order is None or image is None:
-            sys.exit()
+        order, image = _receive(connection, order_bytes), _receive(connection, image_bytes)
         return DONE, _content(image, order, embed)
+    except ConnectionError:
+        raise
     except MemoryError as error:
         return ENDING, pack_error(error)
     except BundleError as error:
@@ -186,7 +178,9 @@ def _content(image: bytes, order: bytes, embed: Embed | None) -> bytes | memoryv
     return np.append(vector, np.float32(decode_ms)).tobytes()
 
 
-def _receive(connection: socket.socket, count: int) -> bytes | None:
-    """Exactly `count` bytes; None if the service has closed the socket."""
+def _receive(connection: socket.socket, count: int) -> bytes:
+    """Exactly `count` bytes. Raises: ConnectionError if the service has closed the socket."""
     data = connection.recv(count, socket.MSG_WAITALL) if count else b""
-    return data if len(data) == count else None
+    if len(data) < count:
+        raise ConnectionError
+    return data

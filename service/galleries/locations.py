@@ -98,7 +98,7 @@ class Locations:
         self._ranks = {name: rank for rank, name in enumerate(self._named)}
         self._listed: list[GalleryLocation] = []
         self._listed_at: tuple[int, ...] | None = None
-        names = [location.name for location in self.list_galleries()]
+        names = [location.name for location in self.list_unread()]
         for name in self._roots:
             if name not in names:
                 raise GalleryNotFoundError(

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from kinlens.embedder.errors import (
 from kinlens.environment import child_environment
 from kinlens.indexer.gallery import current_manifest
 from kinlens.models import JobLog, JobOptions
+from kinlens.service.concurrency import begin_in_thread
 from kinlens.service.galleries.locations import Locations, known_bundles
 from kinlens.service.jobs.params import Params, SwapParams, options_of, params_of, plan_of
 from kinlens.service.jobs.store import RESUMABLE, Job, JobFolders, JobStore, reason_of
@@ -71,7 +73,7 @@ class JobManager:
         self._stopped = threading.Event()
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="jobs", daemon=True)
-        self._tidying = threading.Thread()
+        self._tidying: Future[None] | None = None
 
     def open(self) -> None:
         """Watch the jobs and remove old files in the background, until `close`."""
@@ -185,15 +187,13 @@ class JobManager:
     def _tidy(self) -> None:
         """Remove old files in another thread: a large gallery takes long, and jobs must run."""
 
-        def work() -> None:
-            try:
-                tidy(self._settings, self.store)
-            except Exception as error:
+        def log_failure(tidying: Future[None]) -> None:
+            if error := tidying.exception():
                 structlog.get_logger().error("jobs cannot be tidied up", exc_info=error)
 
-        if not self._tidying.is_alive():
-            self._tidying = threading.Thread(target=work, name="tidy jobs", daemon=True)
-            self._tidying.start()
+        if self._tidying is None or self._tidying.done():
+            self._tidying = begin_in_thread(lambda: tidy(self._settings, self.store))
+            self._tidying.add_done_callback(log_failure)
 
     def _poll(self) -> None:
         """End cancelled and dead jobs, and start queued ones."""
@@ -240,11 +240,8 @@ class JobManager:
                 env=environment,
             )
 
-        def wait() -> None:
-            process.wait()
-            self._wake.set()  # the next job may be able to start
-
-        threading.Thread(target=wait, name="job", daemon=True).start()
+        # After its end the next job may be able to start.
+        begin_in_thread(process.wait).add_done_callback(lambda _: self._wake.set())
 
 
 def _kill(folders: JobFolders) -> None:

@@ -272,12 +272,10 @@ def options_of(settings: Settings) -> JobOptions:
     binding = of_caller()
     known = known_bundles(settings.state, settings.bundle)
     if binding.is_bound:
-        paths = [
-            location.path
-            for location in Locations(settings).list_galleries()
-            if location.path is not None and location.exists and binding.permits(location.name)
-        ]
-        used = {current_manifest(path).bundle_id for path in paths}
+        locations = Locations(settings)
+        permitted = [one for one in locations.list_unread() if binding.permits(one.name)]
+        existing = [one for one in map(locations.read, permitted) if one.exists]
+        used = {current_manifest(one.path).bundle_id for one in existing if one.path is not None}
         return JobOptions(
             training_jobs=[],
             no_training=f"The key {binding.key} is bound to galleries, so it cannot train. Send a "
@@ -336,23 +334,21 @@ def data_kind(job: str) -> str:
 
 
 def _location_of(name: str, settings: Settings) -> GalleryLocation:
-    binding = of_caller()
-    known = {
-        location.name: location
-        for location in Locations(settings).list_galleries()
-        if binding.permits(location.name)
-    }
-    if name not in known or not known[name].exists:
+    locations, permits = Locations(settings), of_caller().permits
+    location = locations.find(name) if permits(name) else None
+    location = location and locations.read(location)  # no other: it may hang
+    if location is None or not location.exists:
+        known = ", ".join(other.name for other in locations.list_unread() if permits(other.name))
         raise GalleryNotFoundError(
-            f"gallery = {name[:80]!r} is unknown. Known are: {', '.join(known) or 'none'}."
+            f"gallery = {name[:80]!r} is unknown. Known are: {known or 'none'}."
         )
-    if known[name].path is None:
+    if location.path is None:
         raise GalleryConflictError(
             f"Gallery {name} is on Milvus, where this service runs no jobs. Build the new gallery "
             "in a folder (kinlens-index build) and publish it there: kinlens-index import FOLDER "
             "--out milvus://HOST:PORT/NAME. Milvus compacts automatically."
         )
-    return known[name]
+    return location
 
 
 def _bundle_folder(bundle_id: str, settings: Settings) -> Path:

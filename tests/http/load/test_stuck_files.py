@@ -32,7 +32,7 @@ IN_MEMORY = {"GET /", "GET /admin", "GET /docs", "GET /docs/{path:path}", "GET /
 IN_MEMORY |= {"GET /openapi.json"}
 """The pages and the document; they are not read per request."""
 
-BACKGROUND = {"jobs", "tidy jobs", "job", "compaction"}
+BACKGROUND = {"jobs", "compaction"}
 """Threads of the service that no request waits for."""
 
 IMAGE = {"image": ("x.png", encoded(photo(90)), "image/png")}

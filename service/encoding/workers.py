@@ -389,7 +389,7 @@ class _Worker:
         except OSError:
             is_by_alarm = 0 <= time.monotonic() - due < _ALARM_GRACE_S
             raise _LostError(_Outcome.LATE if is_by_alarm else _Outcome.ENDED) from None
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, MemoryError):  # the rest of its answer may still come
             raise _LostError(_Outcome.INVALID) from None
 
     def end(self) -> int | None:

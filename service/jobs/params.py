@@ -31,7 +31,6 @@ from kinlens.models import BundleModel, JobKind, JobOptions
 from kinlens.service.access.binding import of_caller
 from kinlens.service.galleries.bundles import session_of
 from kinlens.service.galleries.locations import GalleryLocation, Locations, known_bundles
-from kinlens.service.jobs.store import JobFolders
 from kinlens.service.settings import START_WORDS, Settings, split_gallery
 
 Scalar = bool | int | FiniteFloat | str
@@ -243,18 +242,13 @@ def plan_of(params: Params, gallery: str, settings: Settings) -> Plan:
             )
         other = _location_of(params.other, settings)
         found |= {"other": other.path, "other_root": other.image_root}
-    if isinstance(params, SwapParams) and params.job is not None:
-        assert settings.state is not None
-        found["other"] = JobFolders(settings.state.absolute(), params.job).candidate
     if isinstance(params, SyncParams):
         found |= _syncing(params, location, settings)
     if isinstance(params, RebuildParams):
         found["bundle"] = _bundle_folder(params.bundle_id, settings)
     if isinstance(params, ModelParams):
-        assert location.path is not None
         with contextlib.suppress(InvalidParameterError):  # the old model is optional
-            bundle_id = current_manifest(location.path).bundle_id
-            found["old_bundle"] = _bundle_folder(bundle_id, settings)
+            found["old_bundle"] = _own_bundle(location, settings)
     if isinstance(params, TrainParams):
         found |= _training(params, location, settings)
         if settings.jobs == "here":
@@ -367,12 +361,16 @@ def _bundle_folder(bundle_id: str, settings: Settings) -> Path:
     )
 
 
+def _own_bundle(location: GalleryLocation, settings: Settings) -> Path:
+    """The folder of the bundle of a gallery. Raises: InvalidParameterError; GalleryError."""
+    assert location.path is not None
+    return _bundle_folder(current_manifest(location.path).bundle_id, settings)
+
+
 def _syncing(params: SyncParams, location: GalleryLocation, settings: Settings) -> dict[str, Any]:
     """The paths of a sync: a folder by its name in the settings, and the bundle of the gallery."""
     MaxRemoved.parse(params.max_removed)
-    assert location.path is not None
-    bundle_id = current_manifest(location.path).bundle_id
-    found: dict[str, Any] = {"bundle": _bundle_folder(bundle_id, settings)}
+    found: dict[str, Any] = {"bundle": _own_bundle(location, settings)}
     if params.folder is not None:
         folders = _named(settings.sync_folders)
         cure = f"Add it to KINLENS_SYNC_FOLDERS of the service, as {params.folder}=DIR."
@@ -395,8 +393,7 @@ def _training(params: TrainParams, location: GalleryLocation, settings: Settings
     words = (*named, *START_WORDS)
     _check_known("model.weights", weights, words, cure.format("WEIGHTS", "PATH"))
     if weights == "current":
-        assert location.path is not None
-        found["weights"] = _bundle_folder(current_manifest(location.path).bundle_id, settings)
+        found["weights"] = _own_bundle(location, settings)
     elif weights in named:
         found["weights"] = named[weights]
     return found

@@ -167,13 +167,13 @@ def compact_gallery(context: Context) -> None:
 
 def swap_gallery(context: Context) -> None:
     """Publish another gallery, or the candidate of a job, as the next generation."""
-    params, plan = context.params, context.plan
+    params = context.params
     assert isinstance(params, SwapParams)
-    assert plan.other is not None
     if params.job is not None:
-        _swap_candidate(context, plan.other)
+        _swap_candidate(context, context.store.get(params.job))
     else:
-        _swap_gallery(context, plan.other)
+        assert context.plan.other is not None
+        _swap_gallery(context, context.plan.other)
 
 
 def _swap_gallery(context: Context, other: Path) -> None:
@@ -202,14 +202,14 @@ def _swap_gallery(context: Context, other: Path) -> None:
     context.report(swapped=True, generation=manifest.generation)
 
 
-def _swap_candidate(context: Context, candidate: Path) -> None:
-    """Publish the candidate of a job with all changes since it was made. Items that were already
-    missing from it do not count towards `max_missing`.
+def _swap_candidate(context: Context, maker: Job) -> None:
+    """Publish the candidate of another job with all changes since it was made. Items that were
+    already missing from it do not count towards `max_missing`.
     """
-    maker = context.store.get(candidate.name)
+    made = JobFolders(context.folders.state, maker.id)
     params = params_of(maker.kind, maker.params)
     assert isinstance(params, ModelParams)
-    bundle_id = current_manifest(candidate).bundle_id
+    bundle_id = current_manifest(made.candidate).bundle_id
     with context.follow(context.folders.bundles / bundle_id[:_BUNDLE_DIGITS]) as follower:
         old = follower.gallery
         context.report(
@@ -217,11 +217,10 @@ def _swap_candidate(context: Context, candidate: Path) -> None:
         )
         missing_ids: Set[int] = frozenset()
         with contextlib.suppress(OSError, ValueError):
-            file = JobFolders(context.folders.state, maker.id).missing
-            missing = json.loads(file.read_text(encoding="utf-8"))
+            missing = json.loads(made.missing.read_text(encoding="utf-8"))
             if missing["generation"] == old.generation:  # the ids are valid only in this one
                 missing_ids = frozenset(missing["items"])
-        _swap_in(context, follower, candidate, 0.1, params.max_missing, missing_ids)
+        _swap_in(context, follower, made.candidate, 0.1, params.max_missing, missing_ids)
 
 
 def rebuild_gallery(context: Context) -> None:

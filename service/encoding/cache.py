@@ -50,14 +50,6 @@ class LruCache:
         self._values: OrderedDict[str, bytes] = OrderedDict()
         self._lock = threading.Lock()
 
-    def __len__(self) -> int:
-        return len(self._values)
-
-    @property
-    def size_bytes(self) -> int:
-        """Total bytes of all keys and values."""
-        return self._bytes
-
     def get(self, key: str) -> bytes | None:
         """The value, which becomes the most recently used."""
         with self._lock:

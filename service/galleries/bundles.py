@@ -16,20 +16,8 @@ from kinlens.service.concurrency import begin_in_thread
 from kinlens.service.encoding.fork_server import ForkServer
 from kinlens.service.encoding.model import Backend
 from kinlens.service.encoding.workers import Workers
-from kinlens.service.galleries.locations import Locations, id_of, known_bundles
+from kinlens.service.galleries.locations import Locations, id_of, known_bundles, session_of
 from kinlens.service.settings import Settings
-
-
-def session_of(settings: Settings) -> SessionSettings:
-    """How the settings run a model."""
-    return SessionSettings(
-        settings.device,
-        settings.threads,
-        settings.allow_cpu_fallback,
-        settings.precision,
-        settings.gpu_memory_mb,
-        engine=settings.engine,
-    )
 
 
 class Bundles:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from kinlens.embedder.bundle import MANIFEST
 from kinlens.embedder.durable import is_settled, is_stage, stamp
+from kinlens.embedder.engines.models import SessionSettings
 from kinlens.embedder.errors import GalleryNotFoundError, InvalidParameterError
 from kinlens.indexer.gallery import (
     CURRENT,
@@ -249,6 +250,18 @@ def is_name(name: str) -> bool:
 def managed_folder(state: Path) -> Path:
     """The folder of the galleries that the service makes."""
     return state / "galleries"
+
+
+def session_of(settings: Settings) -> SessionSettings:
+    """How the settings run a model."""
+    return SessionSettings(
+        settings.device,
+        settings.threads,
+        settings.allow_cpu_fallback,
+        settings.precision,
+        settings.gpu_memory_mb,
+        engine=settings.engine,
+    )
 
 
 def known_bundles(

@@ -29,8 +29,12 @@ from kinlens.indexer.gallery import current_manifest
 from kinlens.indexer.ingest.sync import MaxRemoved
 from kinlens.models import BundleModel, JobKind, JobOptions
 from kinlens.service.access.binding import of_caller
-from kinlens.service.galleries.bundles import session_of
-from kinlens.service.galleries.locations import GalleryLocation, Locations, known_bundles
+from kinlens.service.galleries.locations import (
+    GalleryLocation,
+    Locations,
+    known_bundles,
+    session_of,
+)
 from kinlens.service.settings import START_WORDS, Settings, split_gallery
 
 Scalar = bool | int | FiniteFloat | str

@@ -130,16 +130,17 @@ def test_readiness_does_not_wait_for_the_queue(
 
 def test_sigterm_drains_before_the_exit(tiny_settings, tmp_path) -> None:
     settings = tiny_settings | {"drain_s": 2}
-    with own_process(tmp_path / "log", **settings) as started:
-        url, files = started.url, {"image": encoded(photo(1))}
-        assert httpx.get(f"{url}/startup").status_code == 200
-        assert httpx.get(f"{url}/ready").status_code == 200
+    with (
+        own_process(tmp_path / "log", **settings) as started,
+        httpx.Client(base_url=started.url, timeout=60) as client,
+    ):
+        assert client.get("/startup").status_code == 200
+        assert client.get("/ready").status_code == 200
         began = time.monotonic()
         os.kill(started.pid, signal.SIGTERM)
-        until(lambda: httpx.get(f"{url}/ready").status_code == 503)
-        assert httpx.get(f"{url}/ready").json()["checks"]["service"] == "shutting down"
-        for _ in range(5):
-            assert httpx.post(f"{url}/search", files=files).status_code == 200
+        until(lambda: client.get("/ready").status_code == 503)
+        assert client.get("/ready").json()["checks"]["service"] == "shutting down"
+        assert client.post("/search", files={"image": encoded(photo(1))}).status_code == 200
         assert started.process.wait(60) == 0
         assert time.monotonic() - began >= 2
 

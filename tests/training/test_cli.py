@@ -32,7 +32,9 @@ def refused(words: Sequence[object], message: str) -> None:
 def test_fit_evaluate_and_export_walk_the_road(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`fit` gets relative paths, and the other commands run in another folder."""
+    """`fit` gets relative paths; the other commands run in another folder, and `export` without the
+    weights that the run began with.
+    """
     monkeypatch.chdir(tmp_path)
     job, out, bundle = job_file(tmp_path), tmp_path / "run", tmp_path / "bundle"
     fit = ["fit", str(job), "--out", str(out)]
@@ -46,7 +48,9 @@ def test_fit_evaluate_and_export_walk_the_road(
     written = ("job.json", "log.jsonl", "checkpoint.pt", "curves.png", "report.md", "result.json")
     assert {path.name for path in out.iterdir()} >= {*written, "test.csv"}
     refused(fit, "--resume")
+    elsewhere = (tmp_path / "weights.pth").rename(tmp_path / "elsewhere.pth")
     output = called("export", out, "--out", bundle)
+    elsewhere.rename(tmp_path / "weights.pth")
     assert re.search(r"16-d  R@1 \d+\.\d\d", output)
     assert re.search(r"R@1 .* on 12 test queries; the untrained trunk \d+\.\d \(", output)
     trunk = tmp_path / "trunk"

@@ -1,5 +1,6 @@
-"""A training that starts from a bundle."""
+"""A training that starts from a bundle, and figures of a bundle on other images."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,20 +10,22 @@ import pytest
 import torch
 
 from kinlens.embedder.bundle import Bundle
-from kinlens.embedder.errors import CheckpointError, ExportError
+from kinlens.embedder.errors import CheckpointError, ExportError, KinlensError
 from kinlens.embedder.session import OnnxEmbedder
 from kinlens.training.checkpoint import START, load_checkpoint, load_chosen
 from kinlens.training.config.job import Job, parse_job
-from kinlens.training.config.settings import Input, Model
+from kinlens.training.config.settings import Input, Model, RenderedData
 from kinlens.training.data.load import load_split
 from kinlens.training.evaluation.choice import between
+from kinlens.training.evaluation.retrieval import with_interval
 from kinlens.training.export.bundle import export_backbone, export_checkpoint
 from kinlens.training.models.embedding import Pool, torch_embed
+from kinlens.training.rendered.catalogue import write_catalogue
 from kinlens.training.runner import run_job
 from kinlens.training.start import may_have_seen
 from kinlens.training.state import create_run
 from kinlens.training.trainer import fit
-from tests.training.jobs import TINY_TRUNK, Silent, small_job
+from tests.training.jobs import TINY_TRUNK, Silent, called, small_job
 
 
 @pytest.fixture(scope="module")
@@ -66,21 +69,43 @@ def test_a_dimension_that_is_not_given_is_that_of_the_trunk_or_the_bundle(
     assert net.dim == net.channels == net.projection.weight.shape[0]
 
 
-@pytest.mark.parametrize("pooling", ["gap", pytest.param("gap+gmp", marks=pytest.mark.long)])
-def test_a_trunk_alone_lends_its_trunk_and_leaves_the_head(
-    weights: Path, tmp_path: Path, pooling: Any
-) -> None:
+@pytest.fixture(scope="module")
+def trunk(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    model = Model(backbone=TINY_TRUNK, weights=str(weights), pooling="gap")
     spec = Input(size_px=32, resize_px=36)
-    model = Model(backbone=TINY_TRUNK, weights=str(weights), pooling=pooling)
-    trunk = export_backbone("trunk", model, spec, tmp_path / "trunk")
+    return export_backbone("trunk", model, spec, tmp_path_factory.mktemp("trunk") / "bundle")
+
+
+def test_a_trunk_alone_lends_its_trunk_and_leaves_the_head(trunk: Bundle, tmp_path: Path) -> None:
     job = small_job(tmp_path / "products", weights=trunk.path)
     net = create_run(job, classes=3).net.cpu().eval()
     images = some_images(trunk)
     maps = net.trunk(net.normalize(torch.from_numpy(images)))
-    pooled = Pool(pooling, 0)(maps).detach().numpy()
+    pooled = Pool("gap", 0)(maps).detach().numpy()
     unit = pooled / np.linalg.norm(pooled, axis=1, keepdims=True)
     assert np.abs(unit - OnnxEmbedder.open(trunk).embed(images)).max() < 1e-3
     assert net.dim == 16
+
+
+def test_a_bundle_without_a_job_is_evaluated_on_images(trunk: Bundle, tmp_path: Path) -> None:
+    shop = tmp_path / "shop"
+    drawn = RenderedData(kind="rendered", root=str(shop), products=3, views=4, size_px=40)
+    write_catalogue(shop, drawn)
+    paths = sorted(path.relative_to(shop) for path in shop.rglob("*.jpg"))
+    rows = [f"{path},{path.parent}" for path in paths]
+    for name, listed in (("list", rows), ("same", rows[:4])):
+        (shop / f"{name}.csv").write_text("path,label\n" + "\n".join(listed))
+    for more, message in (
+        ((), "--data /my/shop"),
+        (("--data", "nowhere"), "--data nowhere does not exist"),
+        (("--data", shop / "same.csv"), "every answer would be right"),
+    ):
+        with pytest.raises(KinlensError, match=message):
+            called("evaluate", trunk.path, *more)
+    found = json.loads(called("evaluate", trunk.path, "--data", shop, "--json").splitlines()[-1])
+    assert found.keys() == {"R@1", "R@2", "R@4", "R@8", "MAP@R"}
+    listed = called("evaluate", trunk.path, "--data", shop / "list.csv")
+    assert f"R@1 {with_interval(found['R@1'], 12)}" in listed
 
 
 def test_a_run_that_continues_a_bundle_has_no_folds(bundle: Bundle, tmp_path: Path) -> None:

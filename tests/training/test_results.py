@@ -1,4 +1,4 @@
-"""What finished runs report: tables of studies, and figures of bundles on other images."""
+"""What finished runs report: tables of studies."""
 
 import json
 import shutil
@@ -7,11 +7,7 @@ from pathlib import Path
 import pytest
 
 from kinlens.embedder.errors import JobError, KinlensError
-from kinlens.training.config.settings import Input, Model, RenderedData
 from kinlens.training.data.load import load_split
-from kinlens.training.evaluation.retrieval import with_interval
-from kinlens.training.export.bundle import export_backbone
-from kinlens.training.rendered.catalogue import write_catalogue
 from kinlens.training.report.tables import (
     Record,
     Study,
@@ -22,7 +18,7 @@ from kinlens.training.report.tables import (
     records_of,
 )
 from kinlens.training.runner import run_job
-from tests.training.jobs import TINY_TRUNK, Silent, called, small_job
+from tests.training.jobs import Silent, called, small_job
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -86,26 +82,3 @@ def test_runs_on_other_images_are_not_subtracted(tmp_path: Path) -> None:
         methods(Study(tuple(records), {"": "recipe"}))
     with pytest.raises(KinlensError, match="has no finished run"):
         called("report", tmp_path / "study.json", tmp_path)
-
-
-def test_a_bundle_without_a_job_is_evaluated_on_images(weights: Path, tmp_path: Path) -> None:
-    model, spec = Model(backbone=TINY_TRUNK, weights=str(weights)), Input(size_px=32, resize_px=36)
-    bundle = export_backbone("trunk", model, spec, tmp_path / "trunk").path
-    shop = tmp_path / "shop"
-    drawn = RenderedData(kind="rendered", root=str(shop), products=3, views=4, size_px=40)
-    write_catalogue(shop, drawn)
-    paths = sorted(path.relative_to(shop) for path in shop.rglob("*.jpg"))
-    rows = [f"{path},{path.parent}" for path in paths]
-    for name, listed in (("list", rows), ("same", rows[:4])):
-        (shop / f"{name}.csv").write_text("path,label\n" + "\n".join(listed))
-    for more, message in (
-        ((), "--data /my/shop"),
-        (("--data", "nowhere"), "--data nowhere does not exist"),
-        (("--data", shop / "same.csv"), "every answer would be right"),
-    ):
-        with pytest.raises(KinlensError, match=message):
-            called("evaluate", bundle, *more)
-    found = json.loads(called("evaluate", bundle, "--data", shop, "--json").splitlines()[-1])
-    assert found.keys() == {"R@1", "R@2", "R@4", "R@8", "MAP@R"}
-    listed = called("evaluate", bundle, "--data", shop / "list.csv")
-    assert f"R@1 {with_interval(found['R@1'], 12)}" in listed

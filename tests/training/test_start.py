@@ -13,7 +13,6 @@ from kinlens.training.data.load import load_split
 from kinlens.training.data.protocol import with_protocol
 from kinlens.training.evaluation.evaluate import pooled
 from kinlens.training.evaluation.retrieval import GAIN, retrieval
-from kinlens.training.export.bundle import export_checkpoint
 from kinlens.training.folder import Result
 from kinlens.training.losses.table import build_loss
 from kinlens.training.report.notices import verdict_of
@@ -67,7 +66,7 @@ def test_proxies_start_at_the_class_means_or_around_them(centres: int) -> None:
         torch.testing.assert_close(criterion.centres()[labels_of == label], expected)
 
 
-def test_the_untrained_trunk_is_measured_as_served_and_exported_without_its_weights(
+def test_the_untrained_trunk_is_measured_as_served(
     tmp_path: Path, weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SOME_WEIGHTS", str(weights.parent))
@@ -81,10 +80,6 @@ def test_the_untrained_trunk_is_measured_as_served_and_exported_without_its_weig
     assert result.trunk["R@1"] == retrieval(vectors, split.test.labels).recall[1]
     assert any("the untrained trunk" in sentence for sentence in listener.sentences)
     assert "the untrained trunk" in (tmp_path / "run" / "report.md").read_text()
-    monkeypatch.delenv("SOME_WEIGHTS")
-    bundle = export_checkpoint(load_chosen(tmp_path / "run"), split, tmp_path / "bundle")
-    assert bundle.manifest.baseline is not None
-    assert bundle.manifest.baseline.model == "the untrained trunk"
 
 
 def test_a_training_without_effect_has_no_gain(tmp_path: Path, weights: Path) -> None:

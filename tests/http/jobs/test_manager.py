@@ -140,18 +140,21 @@ def test_a_training_with_too_few_products_to_judge_by_waits_for_a_person(shop) -
     assert "--map" not in record(shop, job, "exported")
 
 
-def test_a_training_gets_the_feedback_with_its_image_names(shop) -> None:
+def test_a_training_of_the_current_model_gets_the_feedback_with_its_image_names(shop) -> None:
     with contextlib.closing(FeedbackStore(shop.state)) as store:
         query_photo = Question("shop", "v", image="a" * 64)
         store.add(query_photo, "class-1/0.png", "bought", b"jpeg")
         store.add(Question("shop", "v", item="class-1/0.png"), "class-2/3.png", "wrong")
         store.add(Question("shop", "v", item="class-1/0.png"), "gone.png", "wrong")
         store.add(Question("other", "v", item="class-1/0.png"), "class-2/3.png", "wrong")
-    job = shop.start("train", feedback=True, swap="never")
+    overrides = {"model.weights": "current"}
+    job = shop.start("train", feedback=True, overrides=overrides, swap="never")
     assert shop.succeeded(job)["feedback"] == {"bought": 1, "wrong": 1}
     run = shop.state / "runs" / job.id
     folder = run / "feedback"
-    assert f'data.feedback="{folder}"' in record(shop, job, "words")
+    words = record(shop, job, "words")
+    assert f'data.feedback="{folder}"' in words
+    assert f'model.weights="{shop.old.path}"' in words
     assert not folder.exists(), "pictures of customers stay in one place"
     seen = record(shop, job, "feedback")
     first, second = (line.split(",") for line in seen["pairs"][1:])
@@ -179,14 +182,11 @@ def test_a_training_uses_named_data_and_weights(shop, tmp_path) -> None:
     file, folder = tmp_path / "mobilenet.pth", tmp_path / "shoes"
     shop.reopen(training_weights=(f"mobilenet={file}",), training_data=(f"shoes={folder}",))
 
-    def words(weights: str, **params: str) -> str:
-        job = shop.start("train", overrides={"model.weights": weights}, swap="never", **params)
-        shop.succeeded(job)
-        assert not (shop.state / "runs" / job.id / "data").exists()
-        return " ".join(record(shop, job, "words"))
-
-    assert f'model.weights="{shop.old.path}"' in words("current")
-    named = words("mobilenet", data="shoes")
+    overrides = {"model.weights": "mobilenet"}
+    job = shop.start("train", overrides=overrides, data="shoes", swap="never")
+    shop.succeeded(job)
+    assert not (shop.state / "runs" / job.id / "data").exists()
+    named = " ".join(record(shop, job, "words"))
     assert f'model.weights="{file}"' in named
     assert f'data.root="{folder}"' in named or f'root = "{folder}"' in named
     with pytest.raises(InvalidParameterError, match=r"Known are: .*mobilenet.*TRAINING_WEIGHTS"):

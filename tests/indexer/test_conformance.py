@@ -59,6 +59,7 @@ from tests.indexer.oracle import (
 )
 from tests.support.milvus_server import MilvusServer
 from tests.support.seams import MilvusStore
+from tests.support.waiting import until
 from tests.tiny import encoded, photo
 
 
@@ -652,6 +653,7 @@ def test_a_searching_thread_sees_one_generation_or_the_other(milvus_server) -> N
             searching = pool.submit(search)
             try:
                 published(milvus_server, "swapped", generation(1)).close()
+                until(lambda: searching.done() or len(seen) == 2)
             finally:
                 done.set()
             searching.result()

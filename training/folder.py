@@ -13,6 +13,7 @@ from kinlens.embedder.errors import CheckpointError, JobError, TrainingError
 from kinlens.training.config.job import Job, is_retired, parse_job
 
 RESULT = "result.json"
+LOCK = ".lock"
 UNTRAINED = "the untrained trunk"
 """What a run begins with, unless it continues the trained model of a bundle."""
 
@@ -30,7 +31,7 @@ def exclusive(folder: Path, *, with_children: bool = False) -> Iterator[None]:
     lock_by = fcntl.flock if with_children else fcntl.lockf
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / ".lock").open("w")
+        lock = (folder / LOCK).open("w")
     except OSError as error:
         raise TrainingError(
             f"{folder} cannot be written ({error.strerror}). Choose another folder."

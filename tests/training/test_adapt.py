@@ -269,6 +269,14 @@ def test_one_command_makes_a_bundle_and_goes_on_where_it_was_stopped(
         patch.setattr("kinlens.training.runner.choose", stopped)
         assert CliRunner().invoke(app, command).exit_code == 130
     assert not run.exists(), "nothing was trained"
+    earlier = run / "earlier" / "report.md"
+    earlier.parent.mkdir(parents=True)
+    earlier.write_text("of another run")
+    with monkeypatch.context() as patch:
+        patch.setattr("kinlens.training.runner.choose", stopped)
+        for _ in range(2):
+            assert CliRunner().invoke(app, command).exit_code == 130
+            assert list(run.rglob("*")) == [earlier.parent, earlier]
     with monkeypatch.context() as patch:
         patch.setattr("kinlens.training.runner.write_chosen", stopped)
         begun = CliRunner().invoke(app, [*command, "--verbose"])

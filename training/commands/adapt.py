@@ -4,12 +4,13 @@ import hashlib
 import json
 import shlex
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from kinlens.embedder.bundle import MANIFEST
+from kinlens.embedder.bundle import MANIFEST, SEEN
 from kinlens.embedder.errors import CheckpointError, JobError
 from kinlens.embedder.manifest import BundleManifest
 from kinlens.embedder.sources.tables import PRODUCT
@@ -24,7 +25,12 @@ from kinlens.training.commands.jobs import (
 )
 from kinlens.training.config.job import Job, expand_path, load_job, with_absolute_paths
 from kinlens.training.data.records import Split, content_digest, read_rows
+from kinlens.training.folder import LOCK
 from kinlens.training.report.log import console_listener, note
+
+_STAMP = "adapt.json"
+_EARLY_FILES = (_STAMP, SEEN, LOCK)
+"""What a run writes before it trains."""
 
 
 def adapt(
@@ -125,9 +131,10 @@ def _train(job: Job, split: Split, folder: Path, digest: str, verbose: bool) -> 
     from kinlens.training.folder import finished_result, stamp
     from kinlens.training.runner import run_job
 
-    is_own = not folder.exists() or (folder / "adapt.json").exists()
+    is_new = not folder.exists()
+    files = [path for path in (folder / name for name in _EARLY_FILES) if not path.exists()]
     try:
-        stamp(folder, "adapt.json", {"digest": digest})
+        stamp(folder, _STAMP, {"digest": digest})
     except (JobError, CheckpointError) as error:
         raise JobError(
             f"{folder} belongs to other images or settings. Give another --run, or "
@@ -140,8 +147,13 @@ def _train(job: Job, split: Split, folder: Path, digest: str, verbose: bool) -> 
         with stoppable(resume_it), console_listener(verbose, brief=not verbose) as listener:
             run_job(job, split, folder, listener)
     except BaseException:
-        if is_own and not any(folder.rglob("*.pt")):  # computed features are in the cache
-            shutil.rmtree(folder, ignore_errors=True)
+        if not any(folder.rglob("*.pt")):  # computed features are in the cache
+            if is_new:
+                shutil.rmtree(folder, ignore_errors=True)
+            elif folder / _STAMP in files:  # a folder of the user keeps its other files
+                for path in files:
+                    with suppress(OSError):
+                        path.unlink()
         raise
 
 

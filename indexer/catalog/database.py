@@ -42,6 +42,8 @@ T = TypeVar("T")
 _LARGE_BYTES = 64 * 2**20
 _MAX_FREE = 0.1  # share of unused pages above which a large file is vacuumed
 _MAX_ATTEMPTS = 8  # to open vectors that a compaction may delete before they are opened
+_UNWRITABLE = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
+_LOG_INDEX_BYTES = 32 * 1024
 _CHECKPOINT_S = 1.0  # how long a write waits for searches to end before it truncates a long log
 
 
@@ -53,6 +55,7 @@ class Catalog:
         self.path = path
         self._writable = writable
         self._unchanged: _Stamp | None = None
+        self._is_disk_full = False
         self._idle: _Idle = deque()
         self._file: VectorFile | None = None
         self._closed = False
@@ -82,8 +85,8 @@ class Catalog:
     def open(cls, path: Path, *, writable: bool = False) -> "Catalog":
         """Open a catalogue and check its schema. `CatalogView.check` verifies the whole file.
 
-        In a folder without write permission, a file without a log is read without locks, and
-        reopened after another process changed it. Reads during such a change may raise
+        In a folder without write permission or on a full disk, a file without a log is read without
+        locks, and reopened after another process changed it. Reads during such a change may raise
         GalleryCorruptError.
 
         Raises: GalleryCorruptError; GalleryError if it cannot be read.
@@ -254,7 +257,7 @@ class Catalog:
 
     def _connected(self) -> sqlite3.Connection:
         mode = "rw" if self._writable else "ro"
-        is_immutable = self._unchanged is not None and not _log_bytes(self.path)
+        is_immutable = self._unchanged is not None and not self._has_log()
         uri = f"{self.path.resolve().as_uri()}?mode={mode}{'&immutable=1' * is_immutable}"
         connection: sqlite3.Connection | None = None
         try:
@@ -274,7 +277,7 @@ class Catalog:
 
     def _shorten_log(self, connection: sqlite3.Connection) -> None:
         """Truncate a long log. SQLite does not do this while there is always a running search."""
-        size = _log_bytes(self.path)
+        size = _bytes(_log(self.path))
         if size <= self._log_limit:
             return
         is_busy = 1
@@ -292,13 +295,26 @@ class Catalog:
                 check_schema(self.path, view.connection)
                 view.state()
         except GalleryError as error:
-            if self._writable or self._unchanged or not _is_unwritable(self.path, error):
+            cause = error.__cause__
+            if self._writable or self._unchanged or not isinstance(cause, sqlite3.Error):
+                raise
+            self._is_disk_full = cause.sqlite_errorcode == sqlite3.SQLITE_IOERR_SHMSIZE
+            if self._has_log() or not (self._is_disk_full or error_code(cause) in _UNWRITABLE):
                 raise
             self._read_without_locks()
             self._check()
 
+    def _has_log(self) -> bool:
+        """Whether the log has changes. On a disk that was full, also whether a writer may add some:
+        each connection with locks has a whole index of the log.
+        """
+        return _bytes(_log(self.path)) > 0 or (
+            self._is_disk_full and _bytes(_log_index(self.path)) >= _LOG_INDEX_BYTES
+        )
+
     def _read_without_locks(self) -> None:
-        self._unchanged = _stamp(self.path)
+        is_over = self._is_disk_full and self._has_log()
+        self._unchanged = None if is_over else _stamp(self.path)
         before, self._idle = self._idle, deque()
         while before:
             before.pop().close()
@@ -319,7 +335,7 @@ _Stamp = tuple[int, ...]
 
 def _stamp(path: Path) -> _Stamp:
     """Times, inodes and sizes of the file and its log: they differ after a change."""
-    found: list[int] = []
+    found = [_bytes(_log_index(path))]
     for file in (path, _log(path)):
         with contextlib.suppress(OSError):
             status = file.stat()
@@ -328,22 +344,16 @@ def _stamp(path: Path) -> _Stamp:
 
 
 def _log(path: Path) -> Path:
+    """The write-ahead log, which contains the latest changes."""
     return path.with_name(f"{path.name}-wal")
 
 
-def _log_bytes(path: Path) -> int:
-    """The size of the write-ahead log, which contains the latest changes."""
+def _log_index(path: Path) -> Path:
+    return path.with_name(f"{path.name}-shm")
+
+
+def _bytes(path: Path) -> int:
     try:
-        return _log(path).stat().st_size
+        return path.stat().st_size
     except OSError:
         return 0
-
-
-def _is_unwritable(path: Path, error: GalleryError) -> bool:
-    """Whether SQLite could not create its log next to the file, and reading needs no log."""
-    cause = error.__cause__
-    return (
-        isinstance(cause, sqlite3.Error)
-        and error_code(cause) in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
-        and not _log_bytes(path)
-    )

@@ -241,6 +241,11 @@ def read_error(path: Path, error: Exception) -> GalleryError:
     """Translate an error of SQLite while reading the catalogue `path`."""
     if _is_damage(error):
         return GalleryCorruptError(f"{path} is damaged: {error}. {RESTORE}.")
+    if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_IOERR_SHMSIZE:
+        return GalleryError(
+            f"{path} cannot be opened: there is no space for its log. Free space on the disk and "
+            "try again."
+        )
     return GalleryError(
         f"{path} cannot be read: {error}. Check its permissions, the disk and the limit of open "
         "files (`ulimit -n`)."

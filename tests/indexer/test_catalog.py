@@ -28,7 +28,7 @@ from kinlens.indexer.checks.verify import check_files
 from kinlens.indexer.filters.tree import Equals
 from kinlens.indexer.gallery import Gallery
 from tests.indexer import crasher
-from tests.indexer.conftest import catalog_of, generation_of
+from tests.indexer.conftest import catalog_of, generation_of, small_files
 from tests.indexer.crasher import forks
 from tests.indexer.oracle import BUNDLE, DIM, entry, units
 
@@ -256,6 +256,26 @@ def test_a_folder_that_cannot_be_written_is_read_follows_changes_and_makes_none(
     reader.close()
     with unwritable(shown, 0o000), pytest.raises(GalleryError, match=r"[Pp]ermission"):
         Gallery.open(shown)
+
+
+def test_a_full_disk_is_read_and_the_first_changes_after_it_are_kept(shown: Path) -> None:
+    with small_files(4096):
+        reader = Gallery.open(shown)
+        assert keys(reader) == [f"key{n}" for n in range(5)]
+        assert [hit.key for hit in reader.search(UNIT[None], 9)[0]] == keys(reader)
+        with pytest.raises(GalleryError, match="Free space on the disk"):
+            reader.remove(["key0"])
+    reader.remove(["key0"])
+    assert keys(reader) == [f"key{n}" for n in range(1, 5)]
+    with writer(shown) as ask:
+        ask("-key1")
+        assert keys(reader) == ["key2", "key3", "key4"]
+    reader.remove(["key2"])  # to the same log, which the other process has not deleted
+    with small_files(4096), pytest.raises(GalleryError, match="Free space on the disk"):
+        reader.remove(["key3"])
+    with closing(Gallery.open(shown)) as other:
+        assert keys(other) == keys(reader) == ["key3", "key4"]
+    reader.close()
 
 
 def test_a_reader_without_write_permission_never_skips_changes_in_the_log(shown: Path) -> None:

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -245,14 +246,7 @@ def test_the_whitening_shrinks_the_directions_in_which_a_class_varies() -> None:
     torch.testing.assert_close(found / found[0], expected / expected[0], rtol=1e-4, atol=1e-4)
 
 
-def test_one_command_makes_a_bundle_and_goes_on_where_it_was_stopped(
-    tmp_path: Path, weights: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shop, out, run = tmp_path / "my shop", tmp_path / "bundle", tmp_path / "run"
-    weights = Path(shutil.copy(weights, tmp_path))
-    load_split(small_job(shop).data.model_copy(update={"products": 10}))
-    damaged = next(shop.glob("p000*")) / "damaged.jpg"
-    damaged.write_bytes(b"no image")
+def adapt_command(shop: Path, out: Path, run: Path, weights: Path) -> list[str]:
     command = ["adapt", "--data", str(shop), "--out", str(out), "--run", str(run), "--map"]
     command += ["--backbone", "timm:test_resnet", "--weights", str(weights)]
     for setting in (
@@ -261,6 +255,35 @@ def test_one_command_makes_a_bundle_and_goes_on_where_it_was_stopped(
         "model.batch_norm=frozen",
     ):  # fmt: skip
         command += ["--set", setting]
+    return command
+
+
+def test_a_run_that_trains_nothing_leaves_the_folder_of_the_user_as_it_was(
+    tmp_path: Path, weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shop, run = tmp_path / "shop", tmp_path / "run"
+    load_split(small_job(shop).data.model_copy(update={"products": 10}))
+    earlier = run / "earlier" / "report.md"
+    earlier.parent.mkdir(parents=True)
+    earlier.write_text("of another run")
+    failing = mock.Mock(side_effect=KeyboardInterrupt)
+    monkeypatch.setattr("kinlens.training.runner.choose", failing)
+    for _ in range(2):
+        command = adapt_command(shop, tmp_path / "bundle", run, weights)
+        assert CliRunner().invoke(app, command).exit_code == 130
+        assert list(run.rglob("*")) == [earlier.parent, earlier]
+    assert failing.call_count == 2
+
+
+def test_one_command_makes_a_bundle_and_goes_on_where_it_was_stopped(
+    tmp_path: Path, weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shop, out, run = tmp_path / "my shop", tmp_path / "bundle", tmp_path / "run"
+    weights = Path(shutil.copy(weights, tmp_path))
+    load_split(small_job(shop).data.model_copy(update={"products": 10}))
+    damaged = next(shop.glob("p000*")) / "damaged.jpg"
+    damaged.write_bytes(b"no image")
+    command = adapt_command(shop, out, run, weights)
 
     def stopped(*_: object) -> None:
         raise KeyboardInterrupt
@@ -269,14 +292,6 @@ def test_one_command_makes_a_bundle_and_goes_on_where_it_was_stopped(
         patch.setattr("kinlens.training.runner.choose", stopped)
         assert CliRunner().invoke(app, command).exit_code == 130
     assert not run.exists(), "nothing was trained"
-    earlier = run / "earlier" / "report.md"
-    earlier.parent.mkdir(parents=True)
-    earlier.write_text("of another run")
-    with monkeypatch.context() as patch:
-        patch.setattr("kinlens.training.runner.choose", stopped)
-        for _ in range(2):
-            assert CliRunner().invoke(app, command).exit_code == 130
-            assert list(run.rglob("*")) == [earlier.parent, earlier]
     with monkeypatch.context() as patch:
         patch.setattr("kinlens.training.runner.write_chosen", stopped)
         begun = CliRunner().invoke(app, [*command, "--verbose"])

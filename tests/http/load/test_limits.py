@@ -209,4 +209,4 @@ def test_a_queued_body_respects_the_time_limit(start_service, kind: str) -> None
     with readers_held(service):
         refused = service.client.post("/search", **sent)
     assert "0.3 s" in assert_problem(refused, 503, "deadline-exceeded")["detail"]
-    assert service.client.post("/search", **sent).status_code != 503
+    until(lambda: service.client.post("/search", **sent).status_code != 503)  # on a busy machine

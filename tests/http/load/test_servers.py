@@ -36,6 +36,7 @@ SERVERS = {
     "granian": ("-m", "granian", "--factory", APP, "--interface", "asgi", "--no-ws", "--no-log"),
 }
 IMAGE = encoded(photo(3))
+MIB = 2**20
 PNG = {"Content-Type": "image/png"}
 REQUESTS: tuple[tuple[int, str, str, dict[str, Any]], ...] = (
     (200, "GET", "/live", {}),
@@ -46,7 +47,7 @@ REQUESTS: tuple[tuple[int, str, str, dict[str, Any]], ...] = (
     (405, "DELETE", "/search", {}),
     (200, "POST", "/search", {"files": {"image": IMAGE}, "data": {"k": "2"}}),
     (200, "POST", "/search", {"content": [IMAGE[:50], IMAGE[50:]], "headers": PNG}),
-    (413, "POST", "/search", {"files": {"image": bytes(60 * 2**20)}}),
+    (413, "POST", "/search", {"files": {"image": bytes(2 * MIB)}}),
     (422, "POST", "/search", {"json": {"k": 0}}),
     (431, "GET", "/live", {"headers": {"X-Filler": "a" * 17_000}}),
     (400, "GET", "/galleries", {"headers": {"Host": "elsewhere"}}),
@@ -79,7 +80,8 @@ def server(
     command = [sys.executable, *SERVERS[request.param], "--port", str(port)]
     galleries = f"shop={tiny_gallery},other={tiny_gallery}"
     more = {"state": state, "galleries": galleries, "image_links": "signed"}
-    env = environment(**tiny_settings | more | {"log_level": "warning"})
+    more |= {"log_level": "warning", "max_upload_bytes": MIB}
+    env = environment(**tiny_settings | more)
     process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.DEVNULL)
     try:
 

@@ -37,7 +37,7 @@ def attributes_in(product_url: str) -> list[str]:
 
 def describe_use(names: Collection[str], product_url: str) -> str:
     """Which of the attributes `names` the page uses, and whether results lead to the shop."""
-    price = next((name for name in names if name.lower().endswith("price")), None)
+    price = next((name for name in names if name.lower() == "price"), None)
     has_currency = price is not None and _CURRENCY in names
     uses = {
         "title": next((name for name in TITLES if name in names), None),

@@ -67,7 +67,8 @@
   }
 
   function priceOf(attributes) {
-    const name = "price" in attributes ? "price" : Object.keys(attributes).find((key) => /price$/i.test(key));
+    // Nothing else that ends so: cost_price is not for customers. service/cards.py has the same rule.
+    const name = Object.keys(attributes).find((key) => key.toLowerCase() === "price");
     const price = attributes[name];
     const { currency } = attributes;
     if (typeof price !== "number") return price ?? "";

@@ -103,7 +103,9 @@ def test_the_element_finds_products_of_a_photo_and_leads_to_the_shop(
 def test_the_element_of_a_module_needs_the_address_and_explains_error_pages(
     browser: Browser, world: SimpleNamespace
 ) -> None:
-    world.shop.put({"9.png": encoded(photo(9))}, product="9", Sale_Price="9 francs")
+    world.shop.put(
+        {"9.png": encoded(photo(9))}, product="9", cost_price="4 francs", Price="9 francs"
+    )
     tag = f'<kinlens-search key="{world.key}" gallery="shop" service="{world.url}">'
     script = '<script src="/shop.js"></script>'
     script += f'<script type="module" src="{world.url}/ui/widget.js"></script>'
@@ -113,6 +115,7 @@ def test_the_element_of_a_module_needs_the_address_and_explains_error_pages(
         page = open_it("/")
         choose(page, encoded(photo(9)))
         expect(page.locator("kinlens-search a").first).to_contain_text("9 francs")
+        expect(page.locator("kinlens-search")).not_to_contain_text("4 francs")
         headers = {"Access-Control-Allow-Origin": "*"}
         answer = {"status": 502, "headers": headers, "body": "<h1>Bad gateway</h1>"}
         page.route("**/search", lambda route: route.fulfill(**answer))

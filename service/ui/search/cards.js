@@ -18,7 +18,7 @@ export function titleOf(key, attributes = {}) {
 }
 
 const isLink = (value) => /^(https?:)?\/\//i.test(value);
-const rankOf = ([name]) => (EARLY_NAMES.indexOf(name) + EARLY_NAMES.length + 1) % (EARLY_NAMES.length + 1);
+const rankOf = ([name]) => (EARLY_NAMES.indexOf(name.toLowerCase()) + EARLY_NAMES.length + 1) % (EARLY_NAMES.length + 1);
 
 // The address of an item in the shop, or "" without one. `template` is the name of an attribute, or an
 // address with the names of attributes in braces. Other schemes than http and https could run a script.

@@ -232,7 +232,10 @@ def restore(backup: Path, state: Path, on_progress: Progress) -> Backup:
 
 
 def _is_left_over(entry: Path) -> bool:
-    return entry.name.startswith(_PART)  # of a restore that was killed; the next one removes it
+    """Whether it is of a restore that was killed, which the next one removes, or of the file system
+    of a mounted volume.
+    """
+    return entry.name.startswith(_PART) or entry.name == "lost+found"
 
 
 def _save_galleries(

@@ -159,6 +159,7 @@ def test_a_restore_on_an_empty_host_has_every_acknowledged_write(tiny_bundle, tm
         assert float(free) > 0
     assert len(acknowledged) > len(known)
     shutil.rmtree(old)
+    (new / "state" / "lost+found").mkdir(parents=True)  # as in a new volume of ext4
     restored = call("restore", saved, "--state", new / "state").stdout
     [bundle] = re.findall(r"--bundle (\S+)", restored)
     with (

@@ -265,18 +265,17 @@ class Workers:
 
     def _forked(self) -> "_Worker":
         """A new worker, of a new fork server if that has ended. Raises: SearchError."""
-        for is_last in (False, True):
+        for _ in range(2):  # the fork server may end after it was asked
             if not self._server.is_running:
                 self._restart()
             try:
                 return self._fork()
-            except OSError as error:  # the fork server may have ended since it was asked
-                if is_last:
-                    raise SearchError(
-                        f"No worker process can be started ({error}). Try again in a second; the "
-                        "log of the service has details."
-                    ) from error
-        raise AssertionError
+            except OSError as error:
+                cause = error
+        raise SearchError(
+            f"No worker process can be started ({cause}). Try again in a second; the log of the "
+            "service has details."
+        ) from cause
 
     def _restart(self) -> None:
         """Wait for a new fork server. Raises: SearchError."""

@@ -10,7 +10,7 @@ import functools
 import math
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager
@@ -360,6 +360,7 @@ class SearchThreads(BoundedPool):
                     result.set_result(work(value))
                 except BaseException as error:
                     result.set_exception(error)
+                    deque(rest, maxlen=0)  # skip the others, whose results are not needed
 
         helpers = [
             self._helpers.submit(run) for _ in range(min(len(values) - 1, self._helper_count))

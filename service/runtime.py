@@ -126,6 +126,7 @@ class Runtime:
     def _open_registry(self, primary: str, galleries: Mapping[str, Opened] | None) -> Registry:
         settings, metrics = self.settings, self.metrics
         locations = Locations(settings, galleries)
+        self.hidden = locations.hidden()
         if settings.state is None and not locations.list_galleries():
             raise GalleryNotFoundError(
                 "There is no gallery. Set at least one folder with --gallery or KINLENS_GALLERIES, "
@@ -172,6 +173,8 @@ class Runtime:
         )
         for warning in missing_image_roots(self.galleries):
             structlog.get_logger().warning("image root is missing", detail=warning)
+        for name, warning in self.hidden.items():
+            structlog.get_logger().warning("gallery is hidden", gallery=name, detail=warning)
 
     async def read(
         self,

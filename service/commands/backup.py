@@ -9,10 +9,11 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from kinlens.embedder.errors import StateMissingError
+from kinlens.embedder.errors import KinlensError, StateMissingError
 from kinlens.indexer.types import Progress as OnProgress
 from kinlens.service.backups import folder as backups
 from kinlens.service.commands import options
+from kinlens.service.galleries.locations import Locations
 
 BACKUP_EXAMPLE = (
     "Example: kinlens-serve backup --out /mnt/backups/2026-01-31 --state /var/lib/kinlens "
@@ -62,17 +63,29 @@ def restore(
     with _progress(2 * size, "Restoring") as advance:
         report = backups.restore(source, folder, advance)
     _show(report, as_json, f"Restored {source}")
-    if as_json:
-        return
-    primary = [one.bundle_id for one in report.bundles if one.primary]
-    bundle = f" --bundle {folder}/bundles/{primary[0]}" if primary else ""
-    typer.echo(f"Serve it: kinlens-serve --state {folder}{bundle}")
-    for gallery in report.galleries:
-        if not gallery.managed:
-            typer.echo(
-                f"  gallery {gallery.name} was in {gallery.path}, and is served without --gallery "
-                f"from {folder}/galleries/{gallery.name} now; you may move it back"
-            )
+    hidden = _hidden(folder)
+    if not as_json:
+        primary = [one.bundle_id for one in report.bundles if one.primary]
+        bundle = f" --bundle {folder}/bundles/{primary[0]}" if primary else ""
+        typer.echo(f"Serve it: kinlens-serve --state {folder}{bundle}")
+        for gallery in report.galleries:
+            if not gallery.managed and gallery.name not in hidden:
+                typer.echo(
+                    f"  gallery {gallery.name} was in {gallery.path}, and is served without "
+                    f"--gallery from {folder}/galleries/{gallery.name} now; you may move it back"
+                )
+    for warning in hidden.values():
+        typer.echo(f"Warning: {warning}", err=as_json)
+
+
+def _hidden(state: Path) -> dict[str, str]:
+    """A warning for each gallery of `state` that a service with this environment would not serve,
+    by name; or the one reason, by "", for which it would not start.
+    """
+    try:
+        return Locations(options.read_settings(state=state)).hidden()
+    except (KinlensError, OSError) as error:
+        return {"": str(error)}
 
 
 @contextlib.contextmanager

@@ -75,12 +75,15 @@ def _findings(settings: Settings) -> Iterator[Finding]:
     opened: list[Backend] = []
     yield _tried("bundle", _bundle, bundles, opened)
     try:
-        locations = Locations(settings).list_galleries()
+        every = Locations(settings)
+        locations, hidden = every.list_galleries(), every.hidden()
     except (KinlensError, OSError) as error:
         yield _failed("galleries", error)
     else:
         for location in locations:
             yield _tried(f"gallery {location.name}", _gallery, location, settings, bundles)
+            if location.name in hidden:
+                yield Finding(f"gallery {location.name}", "warning", hidden[location.name])
         if not locations and settings.state is None:
             text = "There is no gallery, and no state folder to create one in. Set --gallery or "
             yield Finding("galleries", "fault", f"{text}--state DIR.")

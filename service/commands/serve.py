@@ -46,7 +46,9 @@ def serve(
 
     def announce() -> None:
         typer.echo(f"Kinlens is at {url_of(listener)} (Ctrl-C ends it)")
-        _warn([*missing_image_roots(service.state.runtime.galleries), *exposures(settings)])
+        runtime = service.state.runtime
+        _warn([*missing_image_roots(runtime.galleries), *runtime.hidden.values()])
+        _warn(exposures(settings))
 
     serve_on(service, listener, settings, announce)
 

@@ -176,6 +176,20 @@ class Locations:
             return replace(location, generation=current_generation(location.path))
         return location
 
+    def hidden(self) -> dict[str, str]:
+        """A warning for each gallery of the state folder that is not served, by its name: the
+        settings have a gallery of the same name in another place.
+        """
+        if self._managed is None:
+            return {}
+        return {
+            name: f"{_place(location)} is served as {name!r}, since --gallery or KINLENS_GALLERIES "
+            f"names it, and {self._managed / name} is not. To serve that one, remove {name!r} "
+            f"there. To serve both, write NAME={_place(location)} with another name."
+            for name, location in self._named.items()
+            if location.given is None and _is_elsewhere(location, self._managed / name)
+        }
+
     def _managed_names(self) -> list[str]:
         if self._managed is None or not self._managed.is_dir():
             return []
@@ -226,6 +240,19 @@ def name_of(address: str) -> str:
             f"--gallery NAME={address}."
         )
     return name
+
+
+def _place(location: GalleryLocation) -> str:
+    """Where a gallery of the settings is, as they name it."""
+    return location.follows or location.address or str(location.path)
+
+
+def _is_elsewhere(location: GalleryLocation, folder: Path) -> bool:
+    """Whether `folder` has a gallery, and the location is another folder or an address."""
+    if stamp(f"{folder}/{CURRENT}") is None:
+        return False
+    path = None if location.follows is not None else location.path
+    return path is None or path.resolve() != folder.resolve()
 
 
 def _path_of(gallery: Opened) -> Path | None:

@@ -242,6 +242,41 @@ def test_a_restore_overwrites_nothing(host, tmp_path) -> None:
     assert "No backup at" in call("restore", tmp_path / "none", *away, code=1).stderr
 
 
+@pytest.mark.parametrize("place", ["elsewhere", "in its folder", "nowhere"])
+def test_a_restored_gallery_that_the_settings_hide_is_told(
+    made, tmp_path, monkeypatch, place
+) -> None:
+    """By the restore, the check and the start; `shelf` was named, and `shop` was not."""
+    state, old = tmp_path / "state", tmp_path / "old"
+    if place == "elsewhere":
+        shutil.copytree(made / "shelf", old)
+    if place == "in its folder":
+        old.symlink_to(state / "galleries" / "shelf")
+    monkeypatch.setenv("KINLENS_GALLERIES", f"shelf={old}")
+    printed = call("restore", made / "saved", "--state", state).stdout.splitlines()
+    if place == "in its folder":
+        assert "Warning" not in printed[-1]
+        assert any("gallery shelf was in" in line for line in printed)
+        return
+    warning = printed[-1].removeprefix("Warning: ")
+    assert warning.startswith(f"{old} is served as 'shelf'")
+    assert f"{state / 'galleries' / 'shelf'} is not" in warning
+    assert f"NAME={old}" in warning
+    report = call("restore", made / "saved", "--state", tmp_path / "again", "--json")
+    assert json.loads(report.stdout)["galleries"]
+    assert "is served as 'shelf'" in report.stderr
+    arguments = ("--bundle", made / "model", "--state", state)
+    found = call("check", "--port", "0", *arguments, code=1)  # its shop has no model
+    assert f"gallery shelf: {warning}" in found.stdout
+    if place == "elsewhere":
+        given = {"bundle": made / "model", "state": state, "galleries": f"shelf={old}"}
+        with own_process(tmp_path / "log", **given) as service:
+            assert httpx.get(f"{service.url}/galleries/shelf").json()["size"] == 8
+        [event] = service.events("gallery is hidden")
+        assert (event["gallery"], event["detail"]) == ("shelf", warning)
+        assert f"Warning: {warning}" in service.output
+
+
 def states(folder: Path, work: Callable[[], Any]) -> list[Path]:
     """Copies of `folder` as a kill at five fault points of the work would leave it, from the first
     to the last.

@@ -13,8 +13,10 @@ RUN python -m venv --without-pip /opt/kinlens \
     --constraint constraints.txt \
     --requirements pyproject.toml --extra gpu --extra otel
 COPY kinlens kinlens
+COPY commands commands
 COPY embedder embedder
 COPY indexer indexer
+COPY quality quality
 COPY service service
 COPY training training
 RUN uv pip install --python /opt/kinlens/bin/python --no-cache --link-mode copy --compile-bytecode \

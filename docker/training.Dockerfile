@@ -11,8 +11,10 @@ RUN python -m venv --without-pip /opt/kinlens \
     && uv pip install --python /opt/kinlens/bin/python --no-cache --link-mode copy --compile-bytecode \
     --constraint constraints.txt --requirements pyproject.toml --extra cpu --extra training --extra timm
 COPY kinlens kinlens
+COPY commands commands
 COPY embedder embedder
 COPY indexer indexer
+COPY quality quality
 COPY service service
 COPY training training
 RUN uv pip install --python /opt/kinlens/bin/python --no-cache --link-mode copy --compile-bytecode \

@@ -38,9 +38,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kinlens.client import Client
+from kinlens.commands.console import SKIPPED
 from kinlens.embedder.errors import SourceError
 from kinlens.errors import ClientError
-from kinlens.indexer.commands.console import SKIPPED
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.ingest.sources import folder_source
 from kinlens.values import AttributeValue

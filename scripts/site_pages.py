@@ -28,7 +28,7 @@ Json = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # import the code of this checkout
 ICON = ROOT / "service/ui/shared/icon.svg"
-COMMANDS = {"kinlens-train": "training", "kinlens-index": "indexer", "kinlens-serve": "service"}
+COMMANDS = {"kinlens-train": "training", "kinlens-index": "commands", "kinlens-serve": "service"}
 PYTHON = {
     "kinlens": ("load_bundle", "open_gallery"),
     "kinlens.client": ("Client", "AsyncClient"),

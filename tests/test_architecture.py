@@ -12,13 +12,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("embedder", "training", "indexer", "service")
+PACKAGES = ("embedder", "training", "indexer", "quality", "service", "commands")
 ALLOWED = {
     "kinlens": set(),  # the client and what travels over HTTP: the leaf of all
     "embedder": set(),
     "training": {"embedder"},
     "indexer": {"embedder"},
-    "service": {"embedder", "indexer"},
+    "quality": {"embedder", "indexer"},
+    "service": {"embedder", "indexer", "quality"},
+    "commands": {"embedder", "indexer", "quality"},  # the program kinlens-index
 }
 ONLY_IN = {
     "torch": {"training"},

@@ -14,9 +14,9 @@ import pytest
 from fastapi.testclient import TestClient
 from typer.testing import CliRunner
 
+from kinlens.commands.__main__ import app
 from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.session import OnnxEmbedder
-from kinlens.indexer.__main__ import app
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.types import Entry
 from kinlens.service.settings import Settings

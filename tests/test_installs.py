@@ -72,7 +72,7 @@ def test_the_wheel_holds_one_package_without_links(wheel: Path) -> None:
     assert "](https://github.com/kinlens/kinlens/blob/main/docs/tutorial.md" in about
     assert "](docs/" not in about, "registries show the README without the other files"
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"kinlens"}
-    for part in ("", "embedder/", "indexer/", "service/", "training/"):
+    for part in ("", "commands/", "embedder/", "indexer/", "quality/", "service/", "training/"):
         assert {f"kinlens/{part}py.typed", f"kinlens/{part}__init__.py"} <= names
     assert "kinlens/service/ui/search/index.html" in names
     assert "kinlens/training/jobs/shop.toml" in names

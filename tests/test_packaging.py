@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-import kinlens.indexer.__main__
+import kinlens.commands.__main__
 import kinlens.service.__main__
 import kinlens.training.__main__
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
 APPS = {
     "kinlens-train": kinlens.training.__main__.app,
-    "kinlens-index": kinlens.indexer.__main__.app,
+    "kinlens-index": kinlens.commands.__main__.app,
     "kinlens-serve": kinlens.service.__main__.app,
 }
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
+from kinlens.commands.__main__ import app
 from kinlens.embedder.fake import FakeEmbedder
 from kinlens.embedder.types import Images
-from kinlens.indexer.__main__ import app
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.ingest.build import BuildReport, build_gallery
 from kinlens.indexer.ingest.sources import Record, Source, folder_source

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
+from kinlens.commands.__main__ import app
 from kinlens.embedder.engines.models import SessionSettings
 from kinlens.embedder.errors import SourceError
-from kinlens.indexer.__main__ import app
 from kinlens.indexer.exchange.objects import files_at
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.ingest import cluster as cluster_module

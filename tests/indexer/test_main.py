@@ -7,9 +7,9 @@ import pytest
 from onnxruntime.capi.onnxruntime_pybind11_state import RuntimeException
 from typer.testing import CliRunner, Result
 
+from kinlens.commands.__main__ import app
 from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.errors import ProviderError
-from kinlens.indexer.__main__ import app
 from kinlens.indexer.gallery import Gallery
 from tests.embedder.bundles import write_full_bundle
 from tests.indexer.conftest import failure, usage

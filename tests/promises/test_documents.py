@@ -23,7 +23,7 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-import kinlens.indexer.__main__
+import kinlens.commands.__main__
 import kinlens.service.__main__
 import kinlens.training.__main__
 from kinlens.embedder.bundle import Bundle
@@ -33,7 +33,7 @@ from tests.training.jobs import TINY_TRUNK, calibrated_weights
 
 APPS = {
     "kinlens-train": kinlens.training.__main__.app,
-    "kinlens-index": kinlens.indexer.__main__.app,
+    "kinlens-index": kinlens.commands.__main__.app,
     "kinlens-serve": kinlens.service.__main__.app,
 }
 FIRST = ("README", "galleries", "api", "client", "operations", "security", "service-jobs")

@@ -5,9 +5,9 @@ tests are fixed here.
 """
 # ruff: noqa: F401
 
+from kinlens.commands import options
 from kinlens.embedder.durable import set_fault_hook
 from kinlens.indexer.checks.compare import compare
-from kinlens.indexer.commands import options
 from kinlens.indexer.exchange.milvus import MilvusStore
 from kinlens.indexer.exchange.objects import ObjectFolder
 from kinlens.indexer.exchange.publish import publish

@@ -5,13 +5,8 @@ from typing import Annotated
 
 import typer
 
-from kinlens.embedder.bundle import Bundle
-from kinlens.embedder.errors import BundleMismatchError
-from kinlens.embedder.session import Embedder
-from kinlens.embedder.types import SHORT
-from kinlens.indexer.attributes import Schema
-from kinlens.indexer.commands import options, stores
-from kinlens.indexer.commands.console import (
+from kinlens.commands import options, stores
+from kinlens.commands.console import (
     errors_shown,
     exit_with_skipped,
     failure_lines,
@@ -19,7 +14,7 @@ from kinlens.indexer.commands.console import (
     print_report,
     progress,
 )
-from kinlens.indexer.commands.options import (
+from kinlens.commands.options import (
     BatchOption,
     DeviceOption,
     EngineOption,
@@ -36,6 +31,11 @@ from kinlens.indexer.commands.options import (
     VectorTypeOption,
     WorkersOption,
 )
+from kinlens.embedder.bundle import Bundle
+from kinlens.embedder.errors import BundleMismatchError
+from kinlens.embedder.session import Embedder
+from kinlens.embedder.types import SHORT
+from kinlens.indexer.attributes import Schema
 from kinlens.indexer.folder.layout import GalleryFolder
 from kinlens.indexer.folder.manifest import name_of
 from kinlens.indexer.index.plan import IndexSettings, plan_index

@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
+from kinlens.commands import stores
+from kinlens.commands.console import SHOWN, err, errors_shown, print_report
+from kinlens.commands.options import JsonOption, NoCompactOption, StoreArgument, WhereOption
 from kinlens.embedder.errors import InvalidParameterError, SourceError
 from kinlens.embedder.sources.tables import PRODUCT
 from kinlens.indexer.attributes import Schema
-from kinlens.indexer.commands import stores
-from kinlens.indexer.commands.console import SHOWN, err, errors_shown, print_report
-from kinlens.indexer.commands.options import JsonOption, NoCompactOption, StoreArgument, WhereOption
 from kinlens.indexer.filters.text import parse_filter
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.ingest.products import changes_by_key

@@ -9,15 +9,9 @@ from typing import Annotated
 
 import typer
 
-from kinlens.embedder.errors import ImageError, InvalidParameterError, SourceError
-from kinlens.embedder.preprocess import ImageLimits, decode
-from kinlens.embedder.session import check_precision
-from kinlens.embedder.sources.names import printable
-from kinlens.embedder.types import SHORT
-from kinlens.golden import GoldenOutcome, GoldenQueries, GoldenRun, GoldenRuns, Label
-from kinlens.indexer.commands import options, stores
-from kinlens.indexer.commands.console import errors_shown, exit_if_empty, print_report, progress
-from kinlens.indexer.commands.options import (
+from kinlens.commands import options, stores
+from kinlens.commands.console import errors_shown, exit_if_empty, print_report, progress
+from kinlens.commands.options import (
     DeviceOption,
     EngineOption,
     FallbackOption,
@@ -25,6 +19,12 @@ from kinlens.indexer.commands.options import (
     JsonOption,
     PrecisionOption,
 )
+from kinlens.embedder.errors import ImageError, InvalidParameterError, SourceError
+from kinlens.embedder.preprocess import ImageLimits, decode
+from kinlens.embedder.session import check_precision
+from kinlens.embedder.sources.names import printable
+from kinlens.embedder.types import SHORT
+from kinlens.golden import GoldenOutcome, GoldenQueries, GoldenRun, GoldenRuns, Label
 from kinlens.indexer.gallery import Gallery, current_manifest
 from kinlens.indexer.golden import (
     GoldenResults,

@@ -11,8 +11,7 @@ require_faiss("kinlens-index")
 try:
     import typer
 
-    from kinlens.embedder.programs.console import Commands
-    from kinlens.indexer.commands import (
+    from kinlens.commands import (
         build,
         change,
         duplicates,
@@ -23,6 +22,7 @@ try:
         transfer,
         upkeep,
     )
+    from kinlens.embedder.programs.console import Commands
 except ModuleNotFoundError as missing:
     raise SystemExit(missing_package("kinlens-index", missing, "cpu", "gpu")) from None
 

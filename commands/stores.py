@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kinlens.commands.console import err, progress
 from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.errors import GalleryError, SourceError
-from kinlens.indexer.commands.console import err, progress
 from kinlens.indexer.exchange.milvus import MilvusStore
 from kinlens.indexer.exchange.objects import REMOTE
 from kinlens.indexer.exchange.parquet import read_dump

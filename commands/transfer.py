@@ -8,10 +8,9 @@ from typing import Annotated, Any, Literal, get_args
 
 import typer
 
-from kinlens.embedder.errors import GalleryError, InvalidParameterError
-from kinlens.indexer.commands import stores
-from kinlens.indexer.commands.console import err, errors_shown, print_report, progress
-from kinlens.indexer.commands.options import (
+from kinlens.commands import stores
+from kinlens.commands.console import err, errors_shown, print_report, progress
+from kinlens.commands.options import (
     GalleryArgument,
     ImageRootOption,
     Index,
@@ -22,6 +21,7 @@ from kinlens.indexer.commands.options import (
     VectorTypeOption,
     given_settings,
 )
+from kinlens.embedder.errors import GalleryError, InvalidParameterError
 from kinlens.indexer.exchange.milvus_index import MilvusIndex
 from kinlens.indexer.exchange.parquet import export_gallery
 from kinlens.indexer.exchange.publish import PublishReport

@@ -5,16 +5,16 @@ from typing import Annotated
 
 import typer
 
-from kinlens.embedder.engines.models import SessionSettings
-from kinlens.embedder.manifest import Engine, Precision
-from kinlens.indexer.commands.console import (
+from kinlens.commands.console import (
     errors_shown,
     exit_with_skipped,
     failure_lines,
     print_report,
     progress,
 )
-from kinlens.indexer.commands.options import BatchOption, DeviceOption, JsonOption
+from kinlens.commands.options import BatchOption, DeviceOption, JsonOption
+from kinlens.embedder.engines.models import SessionSettings
+from kinlens.embedder.manifest import Engine, Precision
 from kinlens.indexer.exchange.objects import REMOTE
 from kinlens.indexer.ingest.cluster import SHARD_SIZE, embed_on_cluster, remote_source
 from kinlens.indexer.ingest.embed import faults_of

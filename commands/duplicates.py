@@ -5,6 +5,15 @@ from typing import Annotated
 
 import typer
 
+from kinlens.commands import stores
+from kinlens.commands.console import (
+    SHOWN,
+    errors_shown,
+    exit_if_empty,
+    print_report,
+    progress,
+)
+from kinlens.commands.options import JsonOption, StoreArgument
 from kinlens.embedder.errors import InvalidParameterError
 from kinlens.indexer.checks.duplicates import (
     Cluster,
@@ -14,15 +23,6 @@ from kinlens.indexer.checks.duplicates import (
     find_duplicates,
     members_of,
 )
-from kinlens.indexer.commands import stores
-from kinlens.indexer.commands.console import (
-    SHOWN,
-    errors_shown,
-    exit_if_empty,
-    print_report,
-    progress,
-)
-from kinlens.indexer.commands.options import JsonOption, StoreArgument
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.types import MILVUS
 

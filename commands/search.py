@@ -9,22 +9,15 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from kinlens.embedder import explain as where
-from kinlens.embedder.calibration import CANDIDATES
-from kinlens.embedder.errors import ItemNotFoundError, SourceError
-from kinlens.embedder.preprocess import decode
-from kinlens.embedder.session import check_precision, read_pixels
-from kinlens.embedder.types import Embeddings, Hit
-from kinlens.indexer.calibration import DEFAULT_PRIOR, Calibrated, Shares, choose
-from kinlens.indexer.commands import options, stores
-from kinlens.indexer.commands.console import (
+from kinlens.commands import options, stores
+from kinlens.commands.console import (
     errors_shown,
     exit_if_empty,
     print_report,
     shown,
     written,
 )
-from kinlens.indexer.commands.options import (
+from kinlens.commands.options import (
     DeviceOption,
     EngineOption,
     FallbackOption,
@@ -34,6 +27,13 @@ from kinlens.indexer.commands.options import (
     StoreArgument,
     WhereOption,
 )
+from kinlens.embedder import explain as where
+from kinlens.embedder.calibration import CANDIDATES
+from kinlens.embedder.errors import ItemNotFoundError, SourceError
+from kinlens.embedder.preprocess import decode
+from kinlens.embedder.session import check_precision, read_pixels
+from kinlens.embedder.types import Embeddings, Hit
+from kinlens.indexer.calibration import DEFAULT_PRIOR, Calibrated, Shares, choose
 from kinlens.indexer.filters.text import parse_filter
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.images import ANY_SIZE

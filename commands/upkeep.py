@@ -8,20 +8,9 @@ from typing import Annotated, get_args
 
 import typer
 
-from kinlens.embedder.errors import PlanError
-from kinlens.embedder.types import SHORT
-from kinlens.indexer.calibration import GalleryCalibration
-from kinlens.indexer.checks.stats import StoreStats, gallery_stats, store_stats
-from kinlens.indexer.checks.verify import (
-    VerifyReport,
-    VerifySettings,
-    sample_size,
-    size_of,
-    verify_gallery,
-)
-from kinlens.indexer.commands import options, stores
-from kinlens.indexer.commands.console import SHOWN, errors_shown, print_report, progress
-from kinlens.indexer.commands.options import (
+from kinlens.commands import options, stores
+from kinlens.commands.console import SHOWN, errors_shown, print_report, progress
+from kinlens.commands.options import (
     DeviceOption,
     EngineOption,
     FallbackOption,
@@ -36,6 +25,17 @@ from kinlens.indexer.commands.options import (
     StoreArgument,
     VectorTypeOption,
     given_settings,
+)
+from kinlens.embedder.errors import PlanError
+from kinlens.embedder.types import SHORT
+from kinlens.indexer.calibration import GalleryCalibration
+from kinlens.indexer.checks.stats import StoreStats, gallery_stats, store_stats
+from kinlens.indexer.checks.verify import (
+    VerifyReport,
+    VerifySettings,
+    sample_size,
+    size_of,
+    verify_gallery,
 )
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.index.index_types import IndexKind

@@ -6,16 +6,15 @@ from typing import Annotated
 
 import typer
 
-from kinlens.embedder.programs.console import print_error
-from kinlens.indexer.commands import options, stores
-from kinlens.indexer.commands.console import (
+from kinlens.commands import options, stores
+from kinlens.commands.console import (
     errors_shown,
     exit_with_skipped,
     failure_lines,
     print_report,
     progress,
 )
-from kinlens.indexer.commands.options import (
+from kinlens.commands.options import (
     BatchOption,
     DeviceOption,
     EngineOption,
@@ -27,6 +26,7 @@ from kinlens.indexer.commands.options import (
     StoreArgument,
     WorkersOption,
 )
+from kinlens.embedder.programs.console import print_error
 from kinlens.indexer.ingest.embed import EmbedSettings
 from kinlens.indexer.ingest.sync import (
     MaxRemoved,

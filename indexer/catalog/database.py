@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
+from kinlens.embedder.durable import make_folder, rename, staged, sync_tree
 from kinlens.embedder.errors import GalleryCorruptError, GalleryError, GalleryWriteError
 from kinlens.embedder.types import ItemId
 from kinlens.indexer.catalog.read import CatalogView, Row, State
 from kinlens.indexer.catalog.schema import (
     BUSY_S,
+    CONVERT,
     FIRST_STATE,
     INDEXES,
     NEW_FILE,
@@ -154,11 +156,9 @@ class Catalog:
         """
         connection, idle = self._acquire()
         try:
-            connection.execute("BEGIN IMMEDIATE")
-            writer = CatalogWriter(connection)
-            self._open_vectors(writer)  # needs no retry: no compaction can commit during a write
+            writer = self._begin_writing(connection)
             yield writer
-            if writer.has_written and writer.file is not None:
+            if writer.has_written:
                 writer.file.sync()
             connection.execute("COMMIT")
             self._shorten_log(connection)
@@ -171,6 +171,34 @@ class Catalog:
             ) from error
         finally:
             self._finish(connection, idle)
+
+    def _begin_writing(self, connection: sqlite3.Connection) -> CatalogWriter:
+        """Begin the transaction of a writer. Raises: GalleryCorruptError, OSError."""
+        connection.execute("BEGIN IMMEDIATE")
+        view = CatalogView(connection)
+        self._open_vectors(view)  # needs no retry: no compaction can commit during a write
+        if view.file is not None:
+            return CatalogWriter(connection, view.file)
+        file = self._convert(view)
+        connection.execute("COMMIT")
+        del file  # until now, it kept a compaction from deleting the vectors
+        return self._begin_writing(connection)
+
+    def _convert(self, view: CatalogView) -> VectorFile:
+        """Convert a file of an earlier version: move its vectors into a separate file."""
+        folder = self.path.parent / VECTORS
+        make_folder(folder, "vectors")
+        with staged(folder) as stage:
+            batches = view.iter_vectors()
+            VectorFile.rewrite(stage, view.dim, view.live_ids(), view.last_given(), batches)
+            sync_tree(stage, "vectors")
+            name = os.urandom(4).hex()
+            rename(stage, folder / name, "vectors")
+            for statement in CONVERT:
+                view.connection.execute(statement)
+            view.connection.execute("UPDATE state SET vectors = ?", (name,))
+            seal(view.connection)
+            return VectorFile.open(folder / name, view.dim)
 
     def _begin(self, view: CatalogView) -> None:
         """Begin the transaction of a view. Retries if a compaction has just deleted the vectors."""

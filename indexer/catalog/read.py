@@ -15,9 +15,9 @@ from kinlens.embedder.types import Embeddings, ItemId
 from kinlens.indexer.attributes import Schema, is_printable
 from kinlens.indexer.catalog.entries import MAX_KEY, is_key
 from kinlens.indexer.catalog.schema import (
-    KEEPS_REMOVED,
     NAMES,
     RESTORE,
+    WITHOUT_REMOVED,
     StateRow,
     damaged,
     item_checksums,
@@ -231,8 +231,6 @@ class CatalogView:
 
         Omits keys that another item has by now.
         """
-        if not self._keeps_removed():
-            return [], np.empty((0, self.dim), np.float32)
         listed = _json_keys(keys)
         items = self._items(self._all(_REMOVED_BY_KEY, listed))
         listed = _json_ids([item.id for item in items])
@@ -249,9 +247,9 @@ class CatalogView:
         return {one for one in sha256s if self._all(_REMOVED_CONTENT, bytes.fromhex(one))}
 
     def _keeps_removed(self) -> bool:
-        """Whether the table `removed` exists; an earlier version gets it with its first change."""
+        """Whether the table `removed` exists."""
         [(version,)] = self._all("PRAGMA user_version")
-        return version in KEEPS_REMOVED
+        return bool(version > WITHOUT_REMOVED)
 
     def changed_since(self, seq: int) -> Ids:
         """The ids of items added or changed after the write `seq`, ascending."""

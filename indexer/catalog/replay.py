@@ -131,8 +131,7 @@ def finish(
     connection.execute("DELETE FROM sqlite_sequence WHERE name = 'items'")
     connection.execute("INSERT INTO sqlite_sequence VALUES ('items', ?)", (last_given,))
     connection.execute("UPDATE state SET seq = ?", (seq,))
-    if writer.file is not None:
-        writer.file.lengthen(last_given)
+    writer.file.lengthen(last_given)
     writer.has_written = True
     seal(connection)
 

@@ -18,15 +18,11 @@ from kinlens.embedder.errors import (
 from kinlens.embedder.types import ItemId
 
 SCHEMA_VERSION = 6
-VECTORS_INSIDE = 5
-"""The last version with vectors inside the catalogue; the next compaction moves them out."""
+WITHOUT_REMOVED = 2
+"""The version before the table `removed`."""
 
-KEEPS_REMOVED = (4, 5, 6)
-"""Versions with the table `removed`; the first change adds it to files of other versions."""
-
-_EARLIER = (2, 3, 4, 5)
-"""Earlier versions that can be read and written. Versions up to 4 have an unused table of
-attributes; the next compaction drops it."""
+_EARLIER = (WITHOUT_REMOVED, 5)
+"""Versions of releases with vectors inside the catalogue. The first write converts them."""
 RESTORE = "Restore a backup: kinlens-index restore"
 
 # secure_delete: overwrite removed data where that needs no additional write.
@@ -114,14 +110,17 @@ CREATE INDEX items_by_change ON items (changed_seq, added_seq);
 NAMES = "SELECT id, name, kind, total FROM names ORDER BY id"
 FIRST_STATE = "INSERT INTO state VALUES (1, ?, 0, 0, NULL, 0, 0, 0, 0, ?)"
 _STATE = "SELECT * FROM state WHERE only = 1"  # the last column came with version 6
-VECTORS_OUT = """
-ALTER TABLE state ADD COLUMN vectors TEXT;
-CREATE TABLE checksums (id INTEGER PRIMARY KEY, crc INTEGER NOT NULL, vector BLOB) STRICT;
-INSERT INTO checksums SELECT id, crc, NULL FROM vectors;
-DROP TABLE vectors;
-ALTER TABLE checksums RENAME TO vectors;
-"""
-"""Migrates a file of an earlier version to vectors in a separate file."""
+CONVERT = (
+    "ALTER TABLE state ADD COLUMN vectors TEXT",
+    "CREATE TABLE checksums (id INTEGER PRIMARY KEY, crc INTEGER NOT NULL, vector BLOB) STRICT",
+    "INSERT INTO checksums SELECT id, crc, NULL FROM vectors",
+    "DROP TABLE vectors",
+    "ALTER TABLE checksums RENAME TO vectors",
+    "DROP TABLE IF EXISTS attributes",  # unused
+    *REMOVED,
+    VERSION,
+)
+"""Converts a file of an earlier version, whose vectors were copied to a separate file."""
 
 BUSY_S = 30.0
 _DAMAGED = {
@@ -184,10 +183,10 @@ def check_schema(path: Path, connection: sqlite3.Connection) -> None:
     [(version,)] = connection.execute("PRAGMA user_version").fetchall()
     if version in (SCHEMA_VERSION, *_EARLIER):
         return
-    if version == 1:
-        cure = "Rebuild the gallery from its images: kinlens-index build."
-    elif version > SCHEMA_VERSION:
+    if version > SCHEMA_VERSION:
         cure = "Install a newer version of Kinlens."
+    elif version > 0:
+        cure = "Rebuild the gallery from its images: kinlens-index build."
     else:
         cure = f"It is not a catalogue. {RESTORE}."
     raise GalleryCorruptError(

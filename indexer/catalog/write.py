@@ -14,32 +14,27 @@ from kinlens.indexer.attributes import as_stored
 from kinlens.indexer.catalog.entries import are_equal, checked_vectors, learn_types, with_stored
 from kinlens.indexer.catalog.read import CatalogView
 from kinlens.indexer.catalog.schema import (
-    REMOVED,
-    SCHEMA_VERSION,
-    VECTORS_INSIDE,
-    VECTORS_OUT,
     item_checksum,
     seal,
     vector_checksum,
 )
 from kinlens.indexer.catalog.vectors import VectorFile
 from kinlens.indexer.filters.tree import Filter
-from kinlens.indexer.types import NUMBER_BYTES, Entry, Ids, Item, Written
+from kinlens.indexer.types import Entry, Ids, Item, Written
 from kinlens.values import AttributeType, AttributeValue
 
 Attributes = Mapping[str, AttributeValue]
 Changes = Mapping[str, Mapping[str, AttributeValue | None]]
 
 _INSERT_ITEM = "INSERT INTO items VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
-_INSERT_VECTOR = "INSERT INTO vectors VALUES (?, ?, ?)"
+_INSERT_VECTOR = "INSERT INTO vectors VALUES (?, ?, NULL)"
 _LATER_VECTORS = "SELECT id, crc, vector FROM vectors WHERE id > ? ORDER BY id LIMIT 4096"
 _UPDATE_ITEM = """
 UPDATE items SET path = ?, format = ?, attributes = ?, changed_seq = ?, crc = ? WHERE id = ?
 """
 _KEEP_REMOVED = """
 INSERT INTO removed
-SELECT items.id, key, path, sha256, format, attributes, items.crc, ?, ?, vectors.crc,
-    coalesce(vector, ?)
+SELECT items.id, key, path, sha256, format, attributes, items.crc, ?, ?, vectors.crc, ?
 FROM items JOIN vectors ON vectors.id = items.id WHERE items.id = ?
 """
 _KEPT = "SELECT 1 FROM removed WHERE seq > ? OR (at > ? AND at <= ?) LIMIT 1"
@@ -59,7 +54,9 @@ class CatalogWriter(CatalogView):
 
     __slots__ = ("_seq", "_types", "has_written")
 
-    def __init__(self, connection: sqlite3.Connection, file: VectorFile | None = None) -> None:
+    file: VectorFile
+
+    def __init__(self, connection: sqlite3.Connection, file: VectorFile) -> None:
         super().__init__(connection, file)
         self.has_written = False  # into the file of vectors
         self._seq: int | None = None
@@ -162,10 +159,8 @@ class CatalogWriter(CatalogView):
         """Remove items read by this writer; returns the number. `restore` can bring them back."""
         seq = self._next_seq() if items else 0
         at = int(time.time())
-        vectors: Iterable[bytes | None] = [None] * len(items)
-        if self.file is not None:
-            # Not verified: damaged items must be removable. `restore` verifies checksums.
-            vectors = map(bytes, self.file.read(np.array([item.id for item in items], np.int64)))
+        # Not verified: damaged items must be removable. `restore` verifies checksums.
+        vectors = map(bytes, self.file.read(np.array([item.id for item in items], np.int64)))
         self._many(
             _KEEP_REMOVED,
             [(seq, at, own, item.id) for own, item in zip(vectors, items, strict=True)],
@@ -206,8 +201,7 @@ class CatalogWriter(CatalogView):
             n for n, e in enumerate(entries) if e.key in known and known[e.key].sha256 == e.sha256
         ]
         stored = self.vectors([known[entries[n].key].id for n in alike])
-        is_half = self.file is not None and self.file.dtype.itemsize == NUMBER_BYTES["fp16"]
-        equal = are_equal(vectors[alike], stored, "fp16" if is_half else "fp32")
+        equal = are_equal(vectors[alike], stored, self.file.type)
         return {n for n, is_equal in zip(alike, equal, strict=True) if is_equal}
 
     def _delete(self, items: Sequence[Item]) -> None:
@@ -252,36 +246,33 @@ class CatalogWriter(CatalogView):
                 f"Segment {name} is of state {seq}, the catalogue is between {state.segment_seq} "
                 f"(its segment) and {state.seq}. Compact again."
             )
-        self._upgrade()
         if file is not None:
             self._move_vectors(file)
         self.connection.execute("UPDATE state SET segment = ?, segment_seq = ?", (name, seq))
         self.connection.execute("DELETE FROM tombstones WHERE seq <= ?", (seq,))
-        self.connection.execute("DROP TABLE IF EXISTS attributes")  # of an earlier version
-        if self._keeps_removed():
-            now = time.time()
-            kept = (seq, now - keep_removed_s, now)  # times in the future (clock set back) expire
-            self.connection.execute("PRAGMA secure_delete = ON")  # overwrite freed pages, too
-            if self._all(_KEPT, *kept):
-                self.connection.execute(_ERASE, kept)
-            else:  # without a condition, SQLite drops whole pages instead of single rows
-                self.connection.execute("DELETE FROM removed")
-            self.connection.execute("PRAGMA secure_delete = FAST")
+        now = time.time()
+        kept = (seq, now - keep_removed_s, now)  # times in the future (clock set back) expire
+        self.connection.execute("PRAGMA secure_delete = ON")  # overwrite freed pages, too
+        if self._all(_KEPT, *kept):
+            self.connection.execute(_ERASE, kept)
+        else:  # without a condition, SQLite drops whole pages instead of single rows
+            self.connection.execute("DELETE FROM removed")
+        self.connection.execute("PRAGMA secure_delete = FAST")
         seal(self.connection)
 
     def _insert(self, entries: Sequence[Entry], vectors: Embeddings) -> None:
         seq = self._next_seq()
         first = self.last_given() + 1
         with_ids = [*enumerate(entries, first)]
-        if self.file is not None:
-            vectors = self.file.rounded(vectors)  # checksums must match the stored precision
+        vectors = self.file.rounded(vectors)  # checksums must match the stored precision
         self._many(_INSERT_ITEM, [_item_row(item_id, e, seq) for item_id, e in with_ids])
-        rows = _vector_rows(first, vectors)
-        if self.file is not None and rows:
-            self.file.write(np.arange(first, first + len(rows)), vectors)
+        if len(vectors):
+            self.file.write(np.arange(first, first + len(vectors)), vectors)
             self.has_written = True
-            rows = [(item_id, crc, None) for item_id, crc, _ in rows]
-        self._many(_INSERT_VECTOR, rows)
+        self._many(
+            _INSERT_VECTOR,
+            [(n, vector_checksum(n, vector.tobytes())) for n, vector in enumerate(vectors, first)],
+        )
         total = sum(item_id for item_id, _ in with_ids)
         self.connection.execute(_GROW, (len(entries), total))
 
@@ -303,7 +294,6 @@ class CatalogWriter(CatalogView):
     def _next_seq(self) -> int:
         """The number of this write; incremented once, at its first change."""
         if self._seq is None:
-            self._upgrade()
             rows = self._all("UPDATE state SET seq = seq + 1 RETURNING seq")
             self._seq = int(rows[0][0])
         return self._seq
@@ -316,19 +306,7 @@ class CatalogWriter(CatalogView):
             last = rows[-1][0]
         file.lengthen(self.last_given())
         file.sync()
-        if self.file is None:
-            for statement in VECTORS_OUT.strip().split("\n"):
-                self.connection.execute(statement)
-            self.connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         self.connection.execute("UPDATE state SET vectors = ?", (file.name,))
-
-    def _upgrade(self) -> None:
-        """Migrate a file of an earlier version. Earlier software then refuses it."""
-        [(version,)] = self._all("PRAGMA user_version")
-        if version < VECTORS_INSIDE:
-            for statement in REMOVED:
-                self.connection.execute(statement)
-            self.connection.execute(f"PRAGMA user_version = {VECTORS_INSIDE}")
 
     def _many(self, sql: str, rows: Iterable[tuple[Any, ...]]) -> None:
         self.connection.executemany(sql, rows)
@@ -355,12 +333,6 @@ def _item_row(item_id: ItemId, entry: Entry, seq: int) -> tuple[Any, ...]:
     attributes = _attributes_text(entry.attributes)
     crc = item_checksum(item_id, entry.key, entry.path, content, entry.format, attributes)
     return (item_id, entry.key, entry.path, content, entry.format, attributes, seq, seq, crc)
-
-
-def _vector_rows(first: ItemId, vectors: Embeddings) -> list[tuple[int, int, bytes | None]]:
-    """The rows of the vectors (N, D) of new items with ids from `first` on."""
-    rows = enumerate((vector.tobytes() for vector in vectors), first)
-    return [(item_id, vector_checksum(item_id, data), data) for item_id, data in rows]
 
 
 def _attributes_text(attributes: Attributes) -> str:

@@ -287,13 +287,16 @@ class _Publication:
             "when they have finished."
         )
 
+    def _outdated(self) -> GalleryError:
+        return GalleryError(
+            f"{self._folder.path} was written by an earlier version. Update it before you "
+            "publish it: kinlens-index compact GALLERY."
+        )
+
     def _publish(self, view: CatalogView, shown: int, started: float) -> PublishReport:
         row = read_state(view.connection)
         if view.file is None or row is None:
-            raise GalleryError(
-                f"{self._folder.path} was written by an earlier version. Update it before you "
-                "publish it: kinlens-index compact GALLERY."
-            )
+            raise self._outdated()
         last, now = self._last, time.time()
         changed, deltas = self._deltas(view, view.file, row.seq, row.segment_seq)
         if self._with_images:
@@ -305,7 +308,10 @@ class _Publication:
             if last is not None and last.segment == row.segment:
                 segment_files = last.segment_files
             else:
-                for name in (*read_segment_manifest(folder).files, SEGMENT_MANIFEST):
+                segment = read_segment_manifest(folder)
+                if segment.vectors is None:
+                    raise self._outdated()
+                for name in (*segment.files, SEGMENT_MANIFEST):
                     segment_files[name] = self._upload(folder / name)
         row_numbers = (
             last.row_numbers

@@ -165,9 +165,9 @@ def read_manifest(folder: Path) -> SegmentManifest:
         ) from error
     if manifest.vectors and manifest.digest != manifest.computed_digest:
         raise GalleryCorruptError(f"{path} is damaged: it does not match its digest. {_CURE}")
-    expected = {REMOVED} if manifest.vectors else {_OWN_VECTORS, _OWN_IDS}
+    expected = {REMOVED, COLUMNS} if manifest.vectors else {_OWN_VECTORS, _OWN_IDS}
     expected |= {INDEX} if INDEX_TYPES[manifest.kind].faiss_class else set()
-    if manifest.files.keys() - {COLUMNS} != expected:
+    if manifest.files.keys() != expected:
         raise GalleryCorruptError(
             f"{path} lists the files {sorted(manifest.files)}, but an index {manifest.kind} "
             f"has {sorted(expected)}. {_CURE}"
@@ -303,17 +303,15 @@ class Segment:
             shape = (manifest.size, manifest.dim)
             vectors: StoredRows = mapped(folder / _OWN_VECTORS, np.float32, shape)
             row_ids = _LegacyRowIds(mapped(folder / _OWN_IDS, np.int64, shape[:1]))
-            removed, file = empty_bits(manifest.size), None
+            removed, columns, file = empty_bits(manifest.size), None, None
         else:
             file = VectorFile.open(folder.parent.parent / VECTORS / manifest.vectors, manifest.dim)
             vectors, row_ids = file.rows(manifest.size), file.row_ids
             removed = np.fromfile(folder / REMOVED, np.uint8)
             if len(removed) != (manifest.size + 7) // 8:
                 raise GalleryCorruptError(f"{folder / REMOVED} has the wrong length. {_CURE}")
-        codes = folder / INDEX if INDEX in manifest.files else None
-        columns = None
-        if COLUMNS in manifest.files:
             columns = Columns.open(folder / COLUMNS, manifest.size)
+        codes = folder / INDEX if INDEX in manifest.files else None
         index = SegmentIndex.open(manifest.kind, vectors, codes, manifest.items)
         if device == "cuda":
             index.use_gpu(f"The index {manifest.kind} in {folder}", manifest.parameters)

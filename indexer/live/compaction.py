@@ -129,6 +129,8 @@ def compact(
         collect(generation)
         try:
             work = _Compaction(generation, settings, keep_removed_s, from_scratch, on_progress)
+            with catalog.writing():
+                pass  # converts a catalogue of an earlier version
             name, manifest = work.run(catalog)
             if keep_removed_s <= 0:
                 catalog.shrink()
@@ -213,15 +215,15 @@ class _Compaction:
         # End the transaction before the long work: while it is open, SQLite's log only grows.
         with catalog.reading() as view:
             state, ids, file = view.state(), view.live_ids(), view.file
-            type_: VectorType = "fp32" if file is None else file.type
-            plans = plans_for(len(ids), view.dim, self._settings, type_) if len(ids) else []
+            assert file is not None  # it has been converted
+            plans = plans_for(len(ids), view.dim, self._settings, file.type) if len(ids) else []
             is_packed = bool(plans) and INDEX_TYPES[plans[0].kind].needs_all_rows
-            is_wanted = self._is_to_write(view, ids, is_packed)
-            rewritten = self._rewritten(view, ids) if is_wanted else None
+            is_wanted = self._is_to_write(view, file, ids, is_packed)
+            rewritten = self._rewritten(view, ids, file.type) if is_wanted else None
             if not len(ids):
                 return state, rewritten, None
             _check_space(stage, plans[0], 0)
-            rows = _rows(rewritten or view.file, ids, view.last_given())
+            rows = _rows(rewritten or file, ids, view.last_given())
             previous = (
                 None
                 if self._from_scratch
@@ -229,7 +231,7 @@ class _Compaction:
             )
             builder = ColumnsBuilder(rows.size, view.schema())
             columns, moved = None, None
-            if previous is None or file is None:
+            if previous is None:
                 for some, attributes in view.attributes():
                     builder.add(rows.file.row_ids.rows_of(some).tolist(), attributes)
             else:
@@ -251,22 +253,19 @@ class _Compaction:
         )
         return state, rewritten, manifest
 
-    def _is_to_write(self, view: CatalogView, ids: Ids, is_packed: bool) -> bool:
+    def _is_to_write(self, view: CatalogView, file: VectorFile, ids: Ids, is_packed: bool) -> bool:
         """Whether to rewrite the vectors without removed items.
 
         `is_packed`: the index cannot skip rows of removed items.
         """
-        if view.file is None:
-            return True
-        size = view.file.row_ids.rows_up_to(view.last_given())
+        size = file.row_ids.rows_up_to(view.last_given())
         removed = size - len(ids)
         is_wanted = self._keep_removed_s <= 0 or is_packed or removed > MAX_REMOVED_ROWS * size
         return removed > 0 and is_wanted
 
-    def _rewritten(self, view: CatalogView, ids: Ids) -> VectorFile:
+    def _rewritten(self, view: CatalogView, ids: Ids, type_: VectorType) -> VectorFile:
         folder = self._generation / VECTORS
         make_folder(folder, "vectors")
-        type_: VectorType = "fp32" if view.file is None else view.file.type
         _check_space(folder, None, NUMBER_BYTES[type_] * len(ids) * view.dim)
         with staged(folder) as stage:
             batches = self._batches(view)
@@ -286,13 +285,13 @@ class _Compaction:
     def _previous_segment(
         self,
         state: State,
-        file: VectorFile | None,
+        file: VectorFile,
         rewritten: VectorFile | None,
         ids: Ids,
         rows: Rows,
     ) -> PreviousSegment | None:
         """The current segment, if it is of the current format and undamaged."""
-        if state.segment is None or file is None:
+        if state.segment is None:
             return None
         folder = self._generation / SEGMENTS / state.segment
         try:
@@ -310,9 +309,8 @@ class _Compaction:
         return PreviousSegment(folder, manifest, moved)
 
 
-def _rows(file: VectorFile | None, ids: Ids, last_given: int) -> Rows:
+def _rows(file: VectorFile, ids: Ids, last_given: int) -> Rows:
     """The rows of a file up to the id `last_given`; rows of other items than `ids` are removed."""
-    assert file is not None
     removed = np.ones(file.row_ids.rows_up_to(last_given), np.bool_)
     removed[file.rows_of(ids)] = False
     return Rows(file, len(removed), removed)

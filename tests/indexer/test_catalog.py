@@ -331,6 +331,7 @@ def sample(made: Path, tmp_path: Path) -> Path:
         ("INSERT INTO tombstones VALUES (2, 3)", "item 3 exists although"),
         ("DELETE FROM vectors WHERE id = 2", "390 items, 389 vectors and a size of 390"),
         ("PRAGMA user_version = 1", r"schema 1, this version reads 6\. .*kinlens-index build"),
+        ("PRAGMA user_version = 4", r"schema 4, this version reads 6\. .*kinlens-index build"),
         ("PRAGMA user_version = 7", r"schema 7, this version reads 6\. .*Install a newer version"),
     ],
 )

@@ -3,19 +3,25 @@
 //   <script src="https://search.example/ui/widget.js"></script>
 //   <kinlens-search key="kl_..." gallery="shop"></kinlens-search>
 //
-// Attributes: key (an API key with the scope search; it is public), gallery, k (number of results), filter,
+// Attributes: key (an API key with the scope search; it is public), gallery, k (number of results), filter, group-by
+// (one result for each value of an attribute of the items, by default of product; empty: each photo is a result),
 // service (the address of the service, by default that of this script; needed if a tag manager or type="module" loads
-// it), and the texts label, busy, empty, unreadable and failed. Events: kinlens-results and kinlens-error, with the answer or the problem as detail.
+// it), and the texts label, busy, empty, unreadable, refused and failed. Events: kinlens-results and kinlens-error,
+// with the answer or the problem as detail.
 (() => {
   const SCRIPT = document.currentScript?.src; // not known in a module or with a tag manager
   const HOME = SCRIPT ? new URL("..", SCRIPT).href : null;
   const MAX_SIDE_PX = 1280; // more than any model sees, a tenth of a phone photo
+  const PRODUCT = "product"; // the attribute that photos of one product share
+  const OF_THE_PHOTO = [413, 415, 422]; // statuses
+  const OF_THE_ELEMENT = [400, 401, 403, 404, 422]; // its attributes are wrong, if the photo is not
   const TITLES = ["title", "name", "product", "product_name"];
   const TEXTS = {
     label: "Search by photo",
     busy: "Searching …",
     empty: "Nothing similar was found. Try another photo.",
     unreadable: "This file cannot be read as a photo. Please try another one.",
+    refused: "The search on this page does not work. Please tell the shop.",
     failed: "The search does not work right now. Please try again in a moment.",
   };
   const STYLE = `
@@ -53,15 +59,25 @@
     }
   }
 
+  const isText = (value) => typeof value === "string" && value.trim() !== "";
+
+  // The text for a customer. A parameter that the service refuses is one of the element.
+  function textFor({ problem }) {
+    const isOfElement = /:(invalid-parameter|invalid-filter)$/.test(problem?.type);
+    if (/:empty-image$/.test(problem?.type)) return "unreadable";
+    if (!isOfElement && OF_THE_PHOTO.includes(problem?.status)) return "unreadable";
+    return OF_THE_ELEMENT.includes(problem?.status) ? "refused" : "failed";
+  }
+
   // The address of the product in the shop, or "". Other schemes than http and https could run a script.
   function shopLink(template, attributes) {
     let isComplete = true;
     const fill = (_, name) => {
-      isComplete &&= ["string", "number"].includes(typeof attributes[name]);
+      isComplete &&= typeof attributes[name] === "number" || isText(attributes[name]);
       return encodeURIComponent(attributes[name]);
     };
     const text = template.includes("{") ? template.replaceAll(/\{([^{}]+)\}/g, fill) : attributes[template];
-    if (!isComplete || typeof text !== "string" || text.trim() === "") return "";
+    if (!isComplete || !isText(text)) return "";
     const url = URL.canParse(text, location.href) ? new URL(text, location.href) : null;
     return url !== null && /^https?:$/.test(url.protocol) ? url.href : "";
   }
@@ -81,6 +97,7 @@
 
   class KinlensSearch extends HTMLElement {
     #run = 0;
+    #known = { of: null, gallery: null };
 
     connectedCallback() {
       if (this.shadowRoot) return;
@@ -108,26 +125,42 @@
       this.note.textContent = this.#text("busy");
       this.results.replaceChildren();
       try {
+        const gallery = await this.#gallery();
+        const hasProducts = gallery.attributes.some(({ name }) => name === PRODUCT);
+        const groupBy = this.getAttribute("group-by") ?? (hasProducts ? PRODUCT : "");
         const form = new FormData();
         form.set("image", await shrunk(file), "photo");
         form.set("k", this.getAttribute("k") ?? "12");
-        for (const name of ["gallery", "filter"]) if (this.hasAttribute(name)) form.set(name, this.getAttribute(name));
+        form.set("gallery", gallery.name);
+        if (groupBy !== "") form.set("group_by", groupBy);
+        if (this.hasAttribute("filter")) form.set("filter", this.getAttribute("filter"));
         const answer = await this.#fetch("search", { method: "POST", body: form });
-        const gallery = await this.#fetch(`galleries/${encodeURIComponent(answer.gallery)}`);
         if (run !== this.#run) return;
-        const hits = answer.hits ?? answer.groups.map(({ hits: [best] }) => best);
+        const hits = answer.groups?.map(({ hits: [best] }) => best) ?? answer.hits;
         this.note.textContent = hits.length > 0 ? "" : this.#text("empty");
         this.results.replaceChildren(...hits.map((hit) => this.#card(hit, gallery.product_url ?? "")));
         this.dispatchEvent(new CustomEvent("kinlens-results", { detail: answer, bubbles: true }));
       } catch (error) {
         if (run !== this.#run) return;
-        this.note.textContent = this.#text([413, 415, 422].includes(error.problem?.status) ? "unreadable" : "failed");
+        console.error(`kinlens-search: ${error.message}`); // for the shop
+        this.note.textContent = this.#text(textFor(error));
         this.dispatchEvent(new CustomEvent("kinlens-error", { detail: error.problem ?? error, bubbles: true }));
       }
     }
 
     #text(name) {
       return this.getAttribute(name) ?? TEXTS[name];
+    }
+
+    // The gallery with its attributes. Asked for once, and again after a failure or a change of the element.
+    async #gallery() {
+      const of = ["gallery", "key", "service"].map((name) => this.getAttribute(name)).join(" ");
+      if (this.#known.of !== of) {
+        const name = this.getAttribute("gallery") ?? (await this.#fetch("galleries")).galleries[0]?.name;
+        if (name === undefined) throw new Error("The service has no gallery for this key.");
+        this.#known = { of, gallery: await this.#fetch(`galleries/${encodeURIComponent(name)}`) };
+      }
+      return this.#known.gallery;
     }
 
     get #service() {
@@ -147,7 +180,7 @@
     }
 
     #card({ key, image, attributes }, template) {
-      const title = TITLES.map((name) => attributes[name]).find((text) => typeof text === "string") ?? key;
+      const title = TITLES.map((name) => attributes[name]).find(isText) ?? key;
       const source = (size) => {
         const url = new URL(image, this.#service);
         url.searchParams.set("size", size);

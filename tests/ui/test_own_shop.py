@@ -81,7 +81,7 @@ def test_the_element_finds_products_of_a_photo_and_leads_to_the_shop(
 ) -> None:
     tag = f'<kinlens-search key="{world.key}" gallery="shop" k="3" label="Foto suchen">'
     write(world, f'<script src="{world.url}/ui/widget.js"></script>{tag}</kinlens-search>')
-    with opening(browser, world.origin, allowed=["415"]) as open_it:
+    with opening(browser, world.origin, allowed=["415", "kinlens-search: "]) as open_it:
         page = open_it("/", locale="de-DE")
         expect(page.get_by_text("Foto suchen")).to_be_visible()
         choose(page, encoded(photo(2)))
@@ -100,6 +100,52 @@ def test_the_element_finds_products_of_a_photo_and_leads_to_the_shop(
         expect(links).to_have_count(0)
 
 
+def test_the_element_shows_products_and_names_what_is_wrong_with_it(
+    browser: Browser, world: SimpleNamespace
+) -> None:
+    photos = {f"2-{n}.png": encoded(photo(2).rotate(n)) for n in (1, 2)}
+    world.shop.put(photos, product="p 2", title=" ")
+    world.shop.put({"none.png": encoded(photo(7))}, product=" ", title="")
+    tag = f'<kinlens-search key="{world.key}" gallery="shop" k="5"></kinlens-search>'
+    write(world, f'<script src="{world.url}/ui/widget.js"></script>{tag}')
+    with opening(
+        browser, world.origin, allowed=["400", "404", "422", "kinlens-search: "]
+    ) as open_it:
+        page = open_it("/")
+        asked: list[str] = []
+        page.on("request", lambda request: asked.append(request.url))
+        element, status = page.locator("kinlens-search"), page.get_by_role("status")
+        results = element.locator("li")
+
+        def search(data: bytes, **attributes: str) -> None:
+            for name, value in attributes.items():
+                arguments = [name.replace("_", "-"), value]
+                element.evaluate("(e, [name, value]) => e.setAttribute(name, value)", arguments)
+            choose(page, data)
+
+        search(encoded(photo(2)))
+        expect(results).to_have_count(5)
+        links = element.locator("a").evaluate_all("(all) => all.map((a) => a.href)")
+        assert len(set(links)) == len(links)  # one for each product
+        search(encoded(photo(7)), k="1")
+        expect(results).to_have_text("none.png")
+        expect(element.locator("a")).to_have_count(0)
+        assert len([url for url in asked if url.endswith("/galleries/shop")]) == 1
+        search(encoded(photo(2)), k="3", group_by="")
+        expect(element.locator("a[href$='p%202']")).to_have_count(3)
+        search(encoded(photo(2)), k="10", group_by="price")
+        expect(results).to_have_count(4)  # one price, and three without one
+        for wrong in ({"group_by": "nope"}, {"group_by": "", "filter": "price <"}, {"k": "many"}):
+            search(encoded(photo(2)), **wrong)
+            expect(status).to_contain_text("Please tell the shop")
+            search(encoded(photo(2)), k="1", filter="price = 2.5", group_by="")
+            expect(results).to_have_count(1)
+        search(b"")
+        expect(status).to_contain_text("cannot be read as a photo")
+        search(encoded(photo(2)), gallery="gone")
+        expect(status).to_contain_text("Please tell the shop")
+
+
 def test_the_element_of_a_module_needs_the_address_and_explains_error_pages(
     browser: Browser, world: SimpleNamespace
 ) -> None:
@@ -111,7 +157,7 @@ def test_the_element_of_a_module_needs_the_address_and_explains_error_pages(
     script += f'<script type="module" src="{world.url}/ui/widget.js"></script>'
     listen = "addEventListener('kinlens-error', (event) => { window.problem = event.detail; });"
     write(world, f"{script}{tag}</kinlens-search>", listen)
-    with opening(browser, world.origin, allowed=["502"]) as open_it:
+    with opening(browser, world.origin, allowed=["502", "kinlens-search: "]) as open_it:
         page = open_it("/")
         choose(page, encoded(photo(9)))
         expect(page.locator("kinlens-search a").first).to_contain_text("9 francs")

@@ -24,8 +24,9 @@ const rankOf = ([name]) => (EARLY_NAMES.indexOf(name.toLowerCase()) + EARLY_NAME
 // address with the names of attributes in braces. Other schemes than http and https could run a script.
 export function shopLink(template, attributes = {}) {
   const valueOf = (name) => (Object.hasOwn(attributes, name) ? attributes[name] : "");
+  const isMissing = (value) => Array.isArray(value) || String(value).trim() === "";
   const names = [...template.matchAll(/\{([^{}]+)\}/g)].map(([, name]) => name);
-  if (names.some((name) => valueOf(name) === "" || Array.isArray(valueOf(name)))) return "";
+  if (names.some((name) => isMissing(valueOf(name)))) return "";
   const fill = (_, name) => encodeURIComponent(valueOf(name));
   const text = names.length > 0 ? template.replaceAll(/\{([^{}]+)\}/g, fill) : valueOf(template);
   if (typeof text !== "string" || text.trim() === "") return "";

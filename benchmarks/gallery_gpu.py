@@ -48,7 +48,7 @@ def compare(n: int, dim: int, seconds: float) -> None:
     rates = (f"QPS at {size}" for size in BATCHES)
     heading("index", "effort", "build s", "copy s", "GPU MB", "recall@10", *rates)
     truth: Ids | None = None
-    for kind in ("flat", "ivf-pq", "cagra"):
+    for kind in ("flat", "ivf-pq"):
         try:
             plan = plan_index(*base.shape, IndexSettings(kind, None, "cuda", TARGET))
         except PlanError as error:

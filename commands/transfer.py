@@ -92,7 +92,7 @@ def import_(
         Literal["auto", IndexKind, MilvusIndex] | None,
         typer.Option(
             help="Index type; auto picks one that fits the memory. ivf-flat, ivf-rabitq and "
-            "diskann are for Milvus, ivf-pq and cagra for a folder."
+            "diskann are for Milvus, ivf-pq for a folder."
         ),
     ] = None,
     memory_mb: Annotated[

@@ -60,7 +60,6 @@ class PlanShown:
     build_memory_mb: float | None = None
     gpu_memory_mb: float | None = None
     gpu_free_mb: float | None = None
-    build_minutes: float | None = None
     expected_recall: float | None = None
     reason: str | None = None
 
@@ -205,14 +204,14 @@ def _text(report: CompactReport) -> str:
 
 
 def _table(rows: Sequence[PlanShown]) -> Iterator[str]:
-    yield f"{'index':11} {'memory':>10} {'mapped':>10} {'disk':>10} {'build':>10}  recall@10"
+    yield f"{'index':11} {'memory':>10} {'mapped':>10} {'disk':>10}  recall@10"
     for row in rows:
         if row.refused is not None:
             yield f"{row.kind:11} {row.refused}"
             continue
         yield (
             f"{row.kind:11} {row.memory_mb:>7,.0f} MB {row.mapped_mb:>7,.0f} MB "
-            f"{row.disk_mb:>7,.0f} MB {row.build_minutes:>6,.1f} min  {row.expected_recall:.3f}"
+            f"{row.disk_mb:>7,.0f} MB  {row.expected_recall:.3f}"
         )
 
 

@@ -50,6 +50,7 @@ _OVERFETCH, _MIN_OVERFETCH = 1.5, 16
 _SPARSE_EXCLUDED = 4  # over-fetch in brute force if at most one vector in 4 is excluded
 _SECOND_OVERFETCH = 8  # factor for a second try, if a filter excludes everything near a query
 _FAR_K_FACTOR = 4  # factor on k_factor for far neighbours, which codes separate less well
+_GPU_FACTOR = 2  # hits of the GPU (half precision) to rescore, as a multiple of k
 _STEP_COST = 8  # cost of a graph step, in comparisons
 _HALF_IN_BLOCKS = 8  # queries above which half-precision vectors are compared in blocks
 _PARALLEL_FROM = 20_000  # vectors from which on a build uses all cores
@@ -75,7 +76,7 @@ class SegmentIndex:
         self._codes = codes
         self._is_half = vectors.dtype == np.float16
         self._flat = _flat_over(vectors)
-        self._top = self._flat if codes is None else self._type.searched(codes, self._flat)
+        self._top = self._flat if codes is None else _refined(codes, self._flat)
         self._gpu: GpuCopy | None = None
 
     @classmethod
@@ -88,21 +89,20 @@ class SegmentIndex:
     ) -> "SegmentIndex":
         """Index the contiguous `vectors` (N, D), which are referenced and not copied.
 
-        rows: the rows to index, only for an index that `is_extensible`; None for all.
+        rows: the rows to index; None for all. A flat index has all rows.
 
-        Raises: InvalidParameterError, ProviderError.
+        Raises: InvalidParameterError.
         """
         _check(vectors, plan.dim)
         index_type = INDEX_TYPES[plan.kind]
         rows = np.arange(len(vectors)) if rows is None else rows
-        codes = None
-        if index_type.faiss_class is not None:
-            _set_threads(core_count() if len(rows) >= _PARALLEL_FROM else 1)
-            codes = index_type.codes(vectors, rows, plan.parameters)
-        if index_type.is_extensible:
-            _grow(codes, vectors, rows, on_progress)
-        elif on_progress is not None:
-            on_progress(len(rows))
+        if index_type.is_scan:
+            if on_progress is not None:
+                on_progress(len(rows))
+            return cls(plan.kind, vectors, None)
+        _set_threads(core_count() if len(rows) >= _PARALLEL_FROM else 1)
+        codes = index_type.codes(vectors, rows, plan.parameters)
+        _grow(codes, vectors, rows, on_progress)
         return cls(plan.kind, vectors, codes)
 
     @classmethod
@@ -146,7 +146,7 @@ class SegmentIndex:
         return cls(index_type, vectors, codes)
 
     def extended(self, rows: Ids, on_progress: Progress | None = None) -> "SegmentIndex":
-        """A new index with additional rows; it must be `is_extensible`. Invalidates this one."""
+        """A new index with additional rows; it must not be flat. Invalidates this one."""
         _grow(self._codes, self._vectors, rows, on_progress)
         return SegmentIndex(self.kind, self._vectors, self._codes)
 
@@ -181,7 +181,7 @@ class SegmentIndex:
             raise InvalidParameterError("A flat index has no codes to save, only its vectors.")
         with HashedFile(path) as file:
             writer = faiss.PyCallbackIOWriter(file.write, _BLOCK)
-            faiss.write_index(self._codes, writer, self._type.write_flags)
+            faiss.write_index(self._codes, writer)
         return file.facts
 
     @property
@@ -328,11 +328,10 @@ class SegmentIndex:
         if k > MAX_K or value > self._type.gpu_max_effort or not self.is_on_gpu:
             return None
         assert self._gpu is not None
-        factor = self._type.gpu_factor
-        wide = min(factor * k, self.size)
+        wide = min(_GPU_FACTOR * k, self.size)
         found = self._gpu.search(queries, wide, value)
-        if found is None or factor == 1:
-            return found
+        if found is None:
+            return None
         scores, positions = found
         if self._is_half:
             self._compare_each(queries, scores, positions)
@@ -485,6 +484,15 @@ def _flat_over(vectors: StoredRows) -> faiss.IndexFlatCodes:
         index.ntotal = len(vectors)
     add_to_referenced_objects(index, vectors)
     return index
+
+
+def _refined(codes: faiss.Index, flat: faiss.IndexFlatCodes) -> faiss.Index:
+    """An index that finds candidates with `codes` and compares them at full precision."""
+    # FAISS requires as many codes as vectors, but removed items have no code.
+    size, flat.ntotal = flat.ntotal, codes.ntotal
+    found = faiss.IndexRefine(codes, flat)
+    flat.ntotal = found.ntotal = size
+    return found
 
 
 def _grow(codes: faiss.Index, vectors: StoredRows, rows: Ids, on_progress: Progress | None) -> None:

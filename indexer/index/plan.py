@@ -1,26 +1,20 @@
 """Chooses the index of a gallery by number of vectors, dimension, memory and device.
 
-Nothing is built here. `auto` starts with the preferred index type and takes the first one that fits
-into memory, from larger to smaller ones (`kinlens.indexer.index.index_types`).
+Nothing is built here. `auto` takes the first index type of its row in `_CHOICES` that fits into
+memory.
 """
 
-import contextlib
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import get_args
 
 from kinlens.embedder.errors import PlanError, ProviderError
-from kinlens.embedder.machine import core_count, free_memory_mb
+from kinlens.embedder.machine import free_memory_mb
 from kinlens.embedder.machine import memory_mb as machine_memory_mb
 from kinlens.indexer.index.gpu import RESERVE_MB, gpu_memory, why_no_gpu
-from kinlens.indexer.index.index_types import (
-    INDEX_TYPES,
-    Device,
-    IndexKind,
-    IndexType,
-    index_types_on,
-)
+from kinlens.indexer.index.index_types import INDEX_TYPES, Device, IndexKind, IndexType
 from kinlens.indexer.types import NUMBER_BYTES, VectorType
 
 _log = logging.getLogger(__name__)
@@ -31,7 +25,6 @@ _BUILD_ITEM_BYTES = 60  # keys and ids of items, as measured
 ITEM_DISK_BYTES = 400
 """Disk space per item in addition to its vector: its row in the catalogue with five attributes, and
 their columns. 310 for short texts."""
-_WRITE_BYTES_PER_S = 200e6
 
 MAX_DIM = 8192
 MAX_N = 2**31 - 1
@@ -39,6 +32,21 @@ MAX_N = 2**31 - 1
 
 EXACT_TARGET = 0.9995
 """Target recall from which on only an exact index is accepted."""
+
+_HNSW_MAX = 500_000
+"""IVF-PQ is faster and smaller for many vectors: at 200,000 x 128 it took 232 us (p50) and 51 bytes
+per vector, HNSW 775 us and 400 bytes. At 1 million, HNSW took 510 s to build and needed efSearch
+352."""
+
+# Device, bytes of vectors (fp32) and number of vectors up to which a row applies; index types in
+# the order in which they are tried, and why.
+_CHOICES: tuple[tuple[Device, float, float, tuple[IndexKind, ...], str], ...] = (
+    ("cpu", 200e6, math.inf, ("flat", "hnsw", "ivf-pq"), "few enough for brute force"),
+    ("cpu", math.inf, _HNSW_MAX, ("hnsw", "ivf-pq"), "too many for brute force"),
+    ("cpu", math.inf, math.inf, ("ivf-pq",), "too many for a graph"),
+    ("cuda", 2e9, math.inf, ("flat", "ivf-pq"), "few enough for brute force"),
+    ("cuda", math.inf, math.inf, ("ivf-pq", "flat"), "too many for brute force"),
+)
 
 _DEVICES = {
     "cpu": "the CPU; on a GPU with --index-device cuda",
@@ -84,7 +92,6 @@ class Plan:
     code_bytes: float
     disk_mb: float
     build_memory_mb: float
-    build_minutes: float
     expected_recall: float
     reason: str
     gpu_memory_mb: float = 0.0
@@ -101,30 +108,19 @@ class Plan:
         )
 
     @property
-    def gpu_peak_mb(self) -> float:
-        """The highest GPU memory, while a compaction builds the next index there."""
-        return self.gpu_memory_mb * (2 if INDEX_TYPES[self.kind].gpu_builds else 1)
-
-    @property
     def peak_mb(self) -> float:
         """The highest resident memory."""
         return max(self.memory_mb, self.build_memory_mb)
 
-    def fits(self, budget_mb: float, gpu_mb: float | None = None) -> bool:
-        """Whether `budget_mb` of memory suffice, and `gpu_mb` of GPU memory are available.
-
-        By default, `gpu_mb` is the GPU memory while searching.
-        """
-        needed_mb = self.gpu_memory_mb if gpu_mb is None else gpu_mb
-        return self.peak_mb <= budget_mb and needed_mb <= self.gpu_free_mb
+    def fits(self, budget_mb: float) -> bool:
+        """Whether `budget_mb` of memory and the free memory of the GPU suffice."""
+        return self.peak_mb <= budget_mb and self.gpu_memory_mb <= self.gpu_free_mb
 
     def shortage(self, budget_mb: float) -> str:
         """The missing resource of a plan that does not fit."""
         if self.peak_mb > budget_mb:
             return f"{_mb(self.peak_mb)} of memory, but there are only {_mb(budget_mb)}"
-        needed = _mb(
-            self.gpu_memory_mb if self.gpu_memory_mb > self.gpu_free_mb else self.gpu_peak_mb
-        )
+        needed = _mb(self.gpu_memory_mb)
         return f"{needed} of the GPU, but there are only {_mb(self.gpu_free_mb)}"
 
     def lines(self) -> list[str]:
@@ -135,11 +131,11 @@ class Plan:
             "index": f"{self.kind} on {self.device}" + f" ({parameters})" * bool(parameters),
             "searched on": _DEVICES[self.device],
             "vectors": f"{self.n:,} x {self.dim}",
-            "memory": f"{_mb(self.memory_mb)} while searching; {_mb(free_memory_mb())} are free",
+            "memory": f"{_mb(self.memory_mb)} while searching, {_mb(self.build_memory_mb)} while "
+            f"building; {_mb(free_memory_mb())} are free",
             "GPU memory": f"{_mb(self.gpu_memory_mb)} of {_mb(self.gpu_free_mb)} free",
             "mapped": f"{_mb(self.mapped_mb)} of vectors",
             "disk": f"{_mb(self.disk_mb)}, twice as much during a later build",
-            "build": f"{_minutes(self.build_minutes)}, {_mb(self.build_memory_mb)} of memory",
             f"recall@10 {'expected' if is_known else 'target'}": f"{self.expected_recall:.3f}",
             "reason": self.reason,
         }
@@ -166,55 +162,31 @@ def plan_index(
     _check_size(n, dim, settings)
     _check_device(settings.device)
     budget, gpu_mb = _budget_mb(settings), _gpu_mb(settings, replaces)
-    if settings.kind == "auto":
-        return _first_that_fits(n, dim, settings, budget, gpu_mb, vector_type)
-    chosen = _named(settings.kind, settings.device)
-    check_target(chosen.name, settings.target_recall)
-    if problem := chosen.problem(n, dim, vector_type):
-        raise PlanError(problem)
-    plan = _plan(chosen, n, dim, settings, "asked for with --index", gpu_mb, vector_type)
-    if not plan.fits(budget):
-        raise PlanError(_does_not_fit(plan, budget))
-    return plan
+    refused: list[Plan] = []
+    for index_type, reason in _choices(n, dim, settings):
+        if refused:
+            reason = "; ".join(f"{plan.kind} needs {plan.shortage(budget)}" for plan in refused)
+        plan = _plan(index_type, n, dim, settings, reason, gpu_mb, vector_type)
+        if plan.fits(budget):
+            return plan
+        refused.append(plan)
+    raise PlanError(_does_not_fit(min(refused, key=lambda plan: plan.peak_mb), budget))
 
 
-def plans_for(
+def plan_compaction(
     n: int, dim: int, settings: IndexSettings, vector_type: VectorType = "fp32"
-) -> list[Plan]:
-    """The preferred plan of a new index, followed by fallbacks in case its build fails.
-
-    With `auto`, fallbacks are smaller and larger index types that fit; for a GPU, plans for the CPU
-    come last.
+) -> Plan:
+    """The plan of an index that replaces another one: for the CPU if it does not fit on the GPU.
 
     Raises: PlanError or ProviderError if no index fits.
     """
-    if settings.device == "cpu":
-        return _plans_on(n, dim, settings, vector_type)
-    is_known = settings.kind in {one.name for one in index_types_on("cpu")}
-    on_cpu = replace(settings, device="cpu", kind=settings.kind if is_known else "auto")
     try:
-        found = _plans_on(n, dim, settings, vector_type)
+        return plan_index(n, dim, settings, vector_type, replaces=True)
     except (PlanError, ProviderError) as error:
+        if settings.device == "cpu":
+            raise
         _log.warning("The index is built for the CPU: %s", error)
-        return _plans_on(n, dim, on_cpu, vector_type)
-    with contextlib.suppress(PlanError):
-        found += _plans_on(n, dim, on_cpu, vector_type)
-    return found
-
-
-def _plans_on(n: int, dim: int, settings: IndexSettings, vector_type: VectorType) -> list[Plan]:
-    first = plan_index(n, dim, settings, vector_type, replaces=True)
-    if settings.kind != "auto":
-        return [first]
-    index_types = index_types_on(settings.device)
-    chosen = index_types.index(INDEX_TYPES[first.kind])
-    plans = [
-        _plan(index_type, n, dim, settings, "another one failed", first.gpu_free_mb, vector_type)
-        for index_type in (*index_types[chosen + 1 :], *index_types[:chosen][::-1])
-        if not index_type.problem(n, dim, vector_type)
-    ]
-    budget = _budget_mb(settings)
-    return [first, *(plan for plan in plans if plan.fits(budget, plan.gpu_peak_mb))]
+    return plan_index(n, dim, replace(settings, device="cpu"), vector_type)
 
 
 def check_target(name: IndexKind, target_recall: float) -> None:
@@ -224,41 +196,33 @@ def check_target(name: IndexKind, target_recall: float) -> None:
             f"The target recall must be above 0 and at most 1, not {target_recall}. Change "
             "--target-recall."
         )
-    if INDEX_TYPES[name].least_recall < 1 and target_recall >= EXACT_TARGET:
+    if not INDEX_TYPES[name].is_scan and target_recall >= EXACT_TARGET:
         raise PlanError(
             f"The index {name} is approximate, but a target recall of {target_recall} needs an "
             f"exact one. Choose --index flat, or a --target-recall below {EXACT_TARGET}."
         )
 
 
-def _first_that_fits(
-    n: int,
-    dim: int,
-    settings: IndexSettings,
-    budget: float,
-    gpu_mb: float,
-    vector_type: VectorType,
-) -> Plan:
-    refused: list[Plan] = []
-    for index_type, reason in _preferred(n, dim, settings.device, settings.target_recall):
-        if index_type.problem(n, dim, vector_type):
-            continue
-        if refused:
-            reason = "; ".join(f"{plan.kind} needs {plan.shortage(budget)}" for plan in refused)
-        plan = _plan(index_type, n, dim, settings, reason, gpu_mb, vector_type)
-        if plan.fits(budget, plan.gpu_peak_mb):
-            return plan
-        refused.append(plan)
-    raise PlanError(_does_not_fit(min(refused, key=lambda plan: plan.peak_mb), budget))
-
-
-def _preferred(n: int, dim: int, device: str, target_recall: float) -> list[tuple[IndexType, str]]:
-    """The preferred index type and smaller ones, each with a reason."""
-    index_types = index_types_on(device)
-    if target_recall >= EXACT_TARGET:
-        return [(index_types[0], f"a target recall of {target_recall} needs an exact index")]
-    first = next(i for i, one in enumerate(index_types) if one.is_preferred(n, dim, device))
-    return [(index_type, index_type.reason(n, dim)) for index_type in index_types[first:]]
+def _choices(n: int, dim: int, settings: IndexSettings) -> list[tuple[IndexType, str]]:
+    """The index types to try, in order, each with a reason. Raises: PlanError."""
+    if settings.kind != "auto":
+        named = _named(settings.kind, settings.device)
+        check_target(named.name, settings.target_recall)
+        if problem := named.problem(n):
+            raise PlanError(problem)
+        return [(named, "asked for with --index")]
+    if settings.target_recall >= EXACT_TARGET:
+        reason = f"a target recall of {settings.target_recall} needs an exact index"
+        return [(INDEX_TYPES["flat"], reason)]
+    size = 4.0 * n * dim
+    kinds, reason = next(
+        (kinds, reason)
+        for device, max_bytes, max_n, kinds, reason in _CHOICES
+        if device == settings.device and size <= max_bytes and n <= max_n
+    )
+    reason = f"{n:,} vectors of {_mb(size / _MIB)} are {reason}"
+    found = [INDEX_TYPES[kind] for kind in kinds]
+    return [(index_type, reason) for index_type in found if not index_type.problem(n)]
 
 
 def _plan(
@@ -274,11 +238,8 @@ def _plan(
     full = float(NUMBER_BYTES[vector_type]) * n * dim
     codes = index_type.code_bytes(n, dim, parameters)
     is_on_gpu = settings.device == "cuda"
-    if is_on_gpu:
-        resident = index_type.host_bytes(n, dim, parameters)
-    else:
-        resident = full if index_type.is_scan else index_type.memory_bytes(n, dim, parameters)
-    written_s = full / _WRITE_BYTES_PER_S
+    # With a GPU, the codes stay in memory for the CPU to take over.
+    resident = full if index_type.is_scan and not is_on_gpu else codes
     return Plan(
         kind=index_type.name,
         n=n,
@@ -290,8 +251,7 @@ def _plan(
         disk_mb=(full + codes + ITEM_DISK_BYTES * n) / _MIB,
         build_memory_mb=(index_type.build_bytes(n, dim, parameters) + _BUILD_ITEM_BYTES * n) / _MIB
         + _BASE_BUILD_MB,
-        build_minutes=(written_s + index_type.build_s(n, dim, parameters, core_count())) / 60,
-        expected_recall=max(index_type.least_recall, settings.target_recall),
+        expected_recall=1.0 if index_type.is_scan else settings.target_recall,
         reason=reason,
         gpu_memory_mb=index_type.gpu_bytes(n, dim, parameters) / _MIB if is_on_gpu else 0.0,
         gpu_free_mb=gpu_mb,
@@ -325,7 +285,7 @@ def _check_device(device: str) -> None:
 
 
 def _named(name: str, device: str) -> IndexType:
-    names = [known.name for known in index_types_on(device)]
+    names = [known.name for known in INDEX_TYPES.values() if device in known.devices]
     for known in INDEX_TYPES.values():
         if name == known.name and device in known.devices:
             return known
@@ -353,8 +313,7 @@ def _gpu_mb(settings: IndexSettings, replaces: bool) -> float:
 
 
 def _does_not_fit(plan: Plan, budget: float) -> str:
-    is_smallest = plan.kind == index_types_on(plan.device)[-1].name
-    smaller = "" if is_smallest else ", choose a smaller one with --index"
+    smaller = "" if plan.kind == "ivf-pq" else ", choose a smaller one with --index"
     return (
         f"The index {plan.kind} for {plan.n:,} vectors of length {plan.dim} needs {plan.needs}: "
         f"{plan.shortage(budget)}. Raise --memory-mb if the machine has more{smaller}, or change "
@@ -364,7 +323,3 @@ def _does_not_fit(plan: Plan, budget: float) -> str:
 
 def _mb(value: float) -> str:
     return f"{value:,.0f} MB" if value >= 10 else f"{value:.1f} MB"
-
-
-def _minutes(value: float) -> str:
-    return f"about {value:,.0f} min" if value >= 1.5 else f"about {60 * value:,.0f} s"

@@ -13,8 +13,8 @@ earlier version has its own vectors.npy, and ids.npy with the item id of each po
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from time import perf_counter
@@ -22,11 +22,11 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, Field, ValidationError, field_serializer
+from pydantic import BaseModel, Field, ValidationError
 
 from kinlens.embedder.bundle import sha256_of
 from kinlens.embedder.durable import FileFacts, HashedFile
-from kinlens.embedder.errors import GalleryCorruptError, ProviderError, RecallError
+from kinlens.embedder.errors import GalleryCorruptError, PlanError, RecallError
 from kinlens.embedder.programs.faults import file_fault
 from kinlens.embedder.types import Embeddings
 from kinlens.indexer.bits import Bits, empty_bits, has_bits, packed_bits, positions_in
@@ -34,9 +34,16 @@ from kinlens.indexer.catalog.vectors import VECTORS, RowIds, VectorFile
 from kinlens.indexer.columns.columns import Column, Columns, write_columns
 from kinlens.indexer.index.faiss import SegmentIndex
 from kinlens.indexer.index.index_types import INDEX_TYPES, Effort, IndexKind, full
-from kinlens.indexer.index.plan import IndexSettings, Plan
-from kinlens.indexer.index.tune import Measure, Tuned, least_effort, tune
-from kinlens.indexer.types import Ids, IndexLocation, Progress, StoredRows, find_sorted
+from kinlens.indexer.index.plan import IndexSettings, Plan, plan_compaction
+from kinlens.indexer.index.tune import Measure, Tuned, tune
+from kinlens.indexer.types import (
+    Ids,
+    IndexLocation,
+    Progress,
+    StoredRows,
+    VectorType,
+    find_sorted,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +60,7 @@ HASHED_BELOW = 64 * 2**20
 _CURE = "Rebuild the index from the catalogue: kinlens-index compact GALLERY --rebuild."
 _SHORT = 12
 _MIB = 2**20
-_REMOVED_KINDS = ("fp16", "ivf-rabitq")
+_REMOVED_KINDS = ("fp16", "ivf-rabitq", "cagra")
 
 HELD_OUT = 1000
 """Vectors held out of the index as tuning queries; at most one in ten."""
@@ -64,16 +71,10 @@ SMALL = 64
 UPDATE_QUERIES = 300
 """Queries that check the recall of an updated index."""
 
-REFERENCE_FACTOR = 8
-"""Factor on nprobe and k_factor for the reference results of that check."""
-
 COPY_S = 900.0
 """Time limit for copying an index to the GPU, in seconds; after it, the GPU is considered hung."""
 
-MAX_EFFORT_RATIO = 2
-"""An index is retrained if it needs more than this multiple of its effort after training."""
-
-MAX_SIZE_RATIO = 2
+MAX_SIZE_RATIO = 1.5
 """An index is retrained if it grew or shrank by more than this factor since training."""
 
 
@@ -93,7 +94,7 @@ class SegmentManifest(BaseModel, frozen=True, extra="forbid"):
     recall: at 10, measured with `held_out` queries before they were indexed. `held_out` is 0 for a
         small gallery, which is measured with indexed vectors.
     trained_on: number of vectors at training.
-    trained_effort: the tuned effort after training.
+    trained_effort: written by 0.2.0; not used.
     gpu: None if not measured. A GPU then uses the effort of the CPU, which suffices, since it
         compares with vectors instead of codes.
     """
@@ -112,7 +113,7 @@ class SegmentManifest(BaseModel, frozen=True, extra="forbid"):
     target_recall: float = Field(gt=0, le=1)
     held_out: int = Field(ge=0)
     trained_on: int = Field(default=0, ge=0)
-    trained_effort: Effort | None = None
+    trained_effort: dict[str, int] | None = None
     gpu: OnGpu | None = None
     build_s: float = Field(ge=0)
     created_at: str = Field(
@@ -121,10 +122,6 @@ class SegmentManifest(BaseModel, frozen=True, extra="forbid"):
     settings: IndexSettings
     files: dict[str, FileFacts]
     digest: str = ""
-
-    @field_serializer("trained_effort")
-    def _without_gpu(self, effort: Effort | None) -> dict[str, int] | None:
-        return None if effort is None else {"value": effort.value, "k_factor": effort.k_factor}
 
     @property
     def computed_digest(self) -> str:
@@ -155,7 +152,8 @@ def read_manifest(folder: Path) -> SegmentManifest:
     path = folder / MANIFEST
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(data, dict) and data.get("kind") in _REMOVED_KINDS:
+        is_removed = isinstance(data, dict) and data.get("kind") in _REMOVED_KINDS
+        if is_removed:
             data = _as_flat(data)
         manifest = SegmentManifest.model_validate(data)
     except (OSError, ValueError) as error:
@@ -163,7 +161,7 @@ def read_manifest(folder: Path) -> SegmentManifest:
             f"{path} is not a segment manifest that this version of Kinlens can read: "
             f"{brief(error)}. {_CURE}"
         ) from error
-    if manifest.vectors and manifest.digest != manifest.computed_digest:
+    if manifest.vectors and not is_removed and manifest.digest != manifest.computed_digest:
         raise GalleryCorruptError(f"{path} is damaged: it does not match its digest. {_CURE}")
     expected = {REMOVED, COLUMNS} if manifest.vectors else {_OWN_VECTORS, _OWN_IDS}
     expected |= {INDEX} if INDEX_TYPES[manifest.kind].faiss_class else set()
@@ -179,7 +177,14 @@ def _as_flat(data: dict[str, Any]) -> dict[str, Any]:
     """Read a segment of an index type that no longer exists as a flat one."""
     files = {name: facts for name, facts in data["files"].items() if name != INDEX}
     settings = {**data["settings"], "kind": "auto"}
-    plain = {"kind": "flat", "parameters": {}, "effort": 0, "k_factor": 1, "recall": 1.0}
+    plain = {
+        "kind": "flat",
+        "parameters": {},
+        "effort": 0,
+        "k_factor": 1,
+        "recall": 1.0,
+        "gpu": None,
+    }
     return {**data, **plain, "files": files, "settings": settings}
 
 
@@ -327,14 +332,12 @@ class Segment:
         """The device that searches it, and its memory."""
         manifest, gpu = self.manifest, self.index.gpu
         index_type = INDEX_TYPES[manifest.kind]
-        size = manifest.items, manifest.dim, manifest.parameters
+        codes = index_type.code_bytes(manifest.items, manifest.dim, manifest.parameters)
         if gpu is None or not self.index.is_on_gpu:
             reason = None if gpu is None else gpu.reason
-            memory_mb = index_type.memory_bytes(*size) / _MIB
-            return IndexLocation(index_type.name, "cpu", memory_mb, reason=reason)
-        return IndexLocation(
-            index_type.name, "cuda", index_type.host_bytes(*size) / _MIB, gpu.gpu_mb
-        )
+            vectors = 4.0 * manifest.items * manifest.dim if index_type.is_scan else 0.0
+            return IndexLocation(index_type.name, "cpu", (vectors + codes) / _MIB, reason=reason)
+        return IndexLocation(index_type.name, "cuda", codes / _MIB, gpu.gpu_mb)
 
     def positions_of(self, ids: Ids) -> Ids:
         """The position of each item (N,); -1 for items that are not in the segment."""
@@ -383,11 +386,6 @@ class Rows:
     removed: NDArray[np.bool_]
 
     @property
-    def is_full(self) -> bool:
-        """Whether every row has an item."""
-        return not self.removed.any()
-
-    @property
     def live(self) -> Ids:
         """The rows that have an item, ascending."""
         return np.flatnonzero(~self.removed)
@@ -411,38 +409,34 @@ def write_segment(
     rows: Rows,
     columns: Iterable[tuple[str, Column]],
     settings: IndexSettings,
-    plans: Sequence[Plan],
+    plan: Plan,
     on_progress: Progress | None = None,
     previous: PreviousSegment | None = None,
 ) -> SegmentManifest:
     """Index rows and write the segment into the empty `folder`; nothing is synced.
 
-    plans: the first plan that reaches the target recall is used.
+    plan: with `auto`, a flat index replaces one that does not reach the target recall.
     on_progress: called with the number of vectors indexed since the last call.
     previous: the current segment; its index is updated instead of rebuilt where possible.
 
-    Raises: RecallError, ProviderError, OSError.
+    Raises: RecallError, OSError.
     """
     started = perf_counter()
     live = rows.live
-    plans = [plan for plan in plans if rows.is_full or not INDEX_TYPES[plan.kind].needs_all_rows]
     vectors = rows.file.rows(rows.size)
     files = {
         REMOVED: _write(folder / REMOVED, packed_bits(rows.removed)),
         COLUMNS: write_columns(folder / COLUMNS, columns),
     }
-    plan, built = plans[0], None
+    built = None
     if previous is not None and _can_update(previous.manifest, plan, settings):
         built = _updated(previous, vectors, live, on_progress)
-    while built is None:
-        plan = plans.pop(0)
+    if built is None:
         try:
             built = _indexed(plan, vectors, live, settings.target_recall, on_progress)
-        except (RecallError, ProviderError) as error:
-            is_open = isinstance(error, ProviderError) or settings.kind == "auto"
-            if not plans or not is_open:  # an index that was requested by name is not replaced
-                raise
-            _log.warning("%s The index %s is built instead.", error, plans[0].kind)
+        except RecallError as error:
+            plan = _exact_instead(plan, settings, rows.file.type, error)
+            built = _indexed(plan, vectors, live, settings.target_recall, on_progress)
     if INDEX_TYPES[plan.kind].faiss_class:
         files[INDEX] = built.index.save(folder / INDEX)
     built.index.close()
@@ -460,7 +454,6 @@ def write_segment(
         target_recall=settings.target_recall,
         held_out=built.queries,
         trained_on=built.trained_on,
-        trained_effort=built.trained_effort,
         gpu=built.gpu,
         build_s=perf_counter() - started,
         settings=settings,
@@ -470,13 +463,26 @@ def write_segment(
     return manifest
 
 
+def _exact_instead(
+    plan: Plan, settings: IndexSettings, vector_type: VectorType, error: RecallError
+) -> Plan:
+    """The plan of a flat index; raises `error` if another one was asked for, or it does not fit."""
+    if settings.kind != "auto":
+        raise error
+    try:
+        exact = plan_compaction(plan.n, plan.dim, replace(settings, kind="flat"), vector_type)
+    except PlanError:
+        raise error from None
+    _log.warning("%s The index flat is built instead.", error)
+    return exact
+
+
 @dataclass(frozen=True, slots=True)
 class _Built:
     index: SegmentIndex
     tuned: Tuned
     queries: int
     trained_on: int
-    trained_effort: Effort
     parameters: dict[str, int]
     gpu: OnGpu | None = None
 
@@ -492,24 +498,18 @@ def _indexed(
     is_held_out = _held_out(len(live))
     kept, later = live[~is_held_out], live[is_held_out]
     queries = full(vectors[later if len(later) else live])
-    if index_type.is_extensible:
-        flags = np.zeros(len(vectors), np.bool_)
-        flags[kept] = True
-        index = SegmentIndex.build(plan, vectors, kept, on_progress)
-        allowed = packed_bits(flags)
-        tuned = tune(index, queries, target, allowed=allowed)
-        gpu = _tuned_on_gpu(index, queries, plan, target, allowed)
-        index = index.extended(later, on_progress)
-    else:  # built twice, since nothing can be added to it
-        index = SegmentIndex.build(plan, vectors[kept], None, on_progress)
-        gpu = _tuned_on_gpu(index, queries, plan, target)
-        tuned = _tuned_after(gpu, index, queries, target)
-        index = SegmentIndex.build(plan, vectors)
+    flags = np.zeros(len(vectors), np.bool_)
+    flags[kept] = True
+    index = SegmentIndex.build(plan, vectors, kept, on_progress)
+    allowed = packed_bits(flags)
+    tuned = tune(index, queries, target, allowed=allowed)
+    gpu = _tuned_on_gpu(index, queries, plan, target, allowed)
+    index = index.extended(later, on_progress)
     return _trained(index, tuned, len(later), plan, gpu)
 
 
 def _tuned_on_gpu(
-    index: SegmentIndex, queries: Embeddings, plan: Plan, target: float, allowed: Bits | None = None
+    index: SegmentIndex, queries: Embeddings, plan: Plan, target: float, allowed: Bits
 ) -> OnGpu | None:
     """The effort that reaches the target on the GPU; None without a GPU. Raises: RecallError."""
     if plan.device == "cpu":
@@ -527,24 +527,10 @@ def _tuned_on_gpu(
         index.close()
 
 
-def _tuned_after(
-    gpu: OnGpu | None, index: SegmentIndex, queries: Embeddings, target: float
-) -> Tuned:
-    """The effort for the CPU; the highest one if only the GPU reaches the target."""
-    try:
-        return tune(index, queries, target)
-    except RecallError as error:
-        if gpu is None:
-            raise
-        _log.warning("On the CPU: %s", error)
-        hardest = Effort(INDEX_TYPES[index.kind].efforts(index.size, index.nlist)[-1])
-        return Measure(index, queries, target)(hardest).tuned
-
-
 def _trained(
     index: SegmentIndex, tuned: Tuned, queries: int, plan: Plan, gpu: OnGpu | None = None
 ) -> _Built:
-    return _Built(index, tuned, queries, plan.n, tuned.effort, dict(plan.parameters), gpu)
+    return _Built(index, tuned, queries, plan.n, dict(plan.parameters), gpu)
 
 
 def _can_update(previous: SegmentManifest, plan: Plan, settings: IndexSettings) -> bool:
@@ -561,59 +547,31 @@ def _can_update(previous: SegmentManifest, plan: Plan, settings: IndexSettings) 
 def _updated(
     previous: PreviousSegment, vectors: StoredRows, live: Ids, on_progress: Progress | None
 ) -> _Built | None:
-    manifest = previous.manifest
-    moved = previous.moved
+    """The current index with new items and without removed ones; None if it must be retrained.
+
+    It is retrained if it would find too few neighbours of the new items.
+    """
+    manifest, moved = previous.manifest, previous.moved
     index = SegmentIndex.updated(
         manifest.kind, previous.folder / INDEX, vectors, manifest.items, moved
     )
-    kept = moved[moved >= 0]
-    flags = np.zeros(len(vectors), np.bool_)
-    flags[kept] = True
-    fresh = live[~flags[live]]
-    tuned, trained = Tuned(manifest.tuned, manifest.recall), manifest.trained_effort
-    trained = trained or manifest.tuned
-    if len(fresh) >= SMALL and len(kept):
-        try:
-            tuned = _retuned(
-                index, full(vectors[fresh[_drawn(len(fresh), UPDATE_QUERIES)]]), manifest, trained
-            )
-        except RecallError:
+    is_kept = np.zeros(len(vectors), np.bool_)
+    is_kept[moved[moved >= 0]] = True
+    fresh = live[~is_kept[live]]
+    tuned = Tuned(manifest.tuned, manifest.recall)
+    if len(fresh) >= SMALL and is_kept.any():
+        queries = full(vectors[fresh[_drawn(len(fresh), UPDATE_QUERIES)]])
+        target, allowed = manifest.target_recall, packed_bits(is_kept)
+        tried = Measure(index, queries, target, allowed=allowed)(manifest.tuned)
+        if tried.tuned.recall + tried.error < target:  # within one standard error
             return None
-        if _work(tuned.effort) > MAX_EFFORT_RATIO * _work(trained):
-            return None
+        tuned = tried.tuned
     if on_progress is not None:
-        on_progress(len(kept))
+        on_progress(int(np.count_nonzero(is_kept)))
     index = index.extended(fresh, on_progress)
     return _Built(
-        index,
-        tuned,
-        manifest.held_out,
-        manifest.trained_on,
-        trained,
-        manifest.parameters,
-        manifest.gpu if _work(tuned.effort) == _work(manifest.tuned) else None,
+        index, tuned, manifest.held_out, manifest.trained_on, manifest.parameters, manifest.gpu
     )
-
-
-def _retuned(
-    index: SegmentIndex, queries: Embeddings, manifest: SegmentManifest, trained: Effort
-) -> Tuned:
-    """The effort for an updated index: that of the training, the current one, or a higher one.
-
-    Raises: RecallError.
-    """
-    current = manifest.tuned
-    reference = Effort(REFERENCE_FACTOR * current.value, REFERENCE_FACTOR * current.k_factor)
-    measure = Measure(index, queries, manifest.target_recall, reference=reference)
-    for effort in dict.fromkeys((trained, current)):
-        tried = measure(effort)
-        if tried.tuned.recall + tried.error >= measure.target:  # within one standard error
-            return tried.tuned
-    return least_effort(measure)
-
-
-def _work(effort: Effort) -> int:
-    return effort.value * effort.k_factor
 
 
 def _held_out(n: int) -> NDArray[np.bool_]:

@@ -48,15 +48,10 @@ def tune(
 
     Raises: RecallError.
     """
-    if INDEX_TYPES[index.kind].is_scan:
-        queries = queries[:_SCAN_QUERIES]
-    return least_effort(Measure(index, queries, target, k, allowed))
-
-
-def least_effort(measure: "Measure") -> Tuned:
-    """The fastest effort that reaches the target of `measure`. Raises: RecallError."""
-    index, target = measure.index, measure.target
     index_type = INDEX_TYPES[index.kind]
+    measure = Measure(
+        index, queries[:_SCAN_QUERIES] if index_type.is_scan else queries, target, k, allowed
+    )
     best: Tuned | None = None
     fastest = math.inf
     for k_factor in (1,) if index.is_on_gpu else index_type.k_factors:
@@ -88,10 +83,7 @@ class Tried:
 
 
 class Measure:
-    """Measures recall and time of an effort against exact results.
-
-    With `reference`, results of this much higher effort replace exact ones, which takes less time.
-    """
+    """Measures recall and time of an effort against exact results."""
 
     def __init__(
         self,
@@ -100,16 +92,12 @@ class Measure:
         target: float,
         k: int = TUNED_AT,
         allowed: Bits | None = None,
-        reference: Effort | None = None,
     ) -> None:
         self.index = index
         self.target = target
         self.k = min(k, index.size)
         self._queries = queries
-        if reference is None:
-            truth, _ = index.exact(queries, self.k, allowed)
-        else:
-            truth, _ = index.search(queries, self.k, reference)
+        truth, _ = index.exact(queries, self.k, allowed)
         self._worst: Scores = truth[:, -1:]
         self.seen: list[Tuned] = []
 

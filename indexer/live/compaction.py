@@ -38,8 +38,7 @@ from kinlens.indexer.catalog.read import CatalogView, State
 from kinlens.indexer.catalog.vectors import VECTORS, VectorFile
 from kinlens.indexer.columns.columns import COLUMN_BYTES, Columns, ColumnsBuilder
 from kinlens.indexer.folder.layout import disk_errors_explained
-from kinlens.indexer.index.index_types import INDEX_TYPES
-from kinlens.indexer.index.plan import IndexSettings, Plan, plans_for
+from kinlens.indexer.index.plan import IndexSettings, Plan, plan_compaction
 from kinlens.indexer.index.segment import (
     COLUMNS,
     PreviousSegment,
@@ -216,13 +215,14 @@ class _Compaction:
         with catalog.reading() as view:
             state, ids, file = view.state(), view.live_ids(), view.file
             assert file is not None  # it has been converted
-            plans = plans_for(len(ids), view.dim, self._settings, file.type) if len(ids) else []
-            is_packed = bool(plans) and INDEX_TYPES[plans[0].kind].needs_all_rows
-            is_wanted = self._is_to_write(view, file, ids, is_packed)
+            plan = None
+            if len(ids):
+                plan = plan_compaction(len(ids), view.dim, self._settings, file.type)
+            is_wanted = self._is_to_write(view, file, ids)
             rewritten = self._rewritten(view, ids, file.type) if is_wanted else None
-            if not len(ids):
+            if plan is None:
                 return state, rewritten, None
-            _check_space(stage, plans[0], 0)
+            _check_space(stage, plan, 0)
             rows = _rows(rewritten or file, ids, view.last_given())
             previous = (
                 None
@@ -247,20 +247,17 @@ class _Compaction:
             rows,
             builder.columns(columns, moved),
             self._settings,
-            plans,
+            plan,
             self._on_progress,
             previous,
         )
         return state, rewritten, manifest
 
-    def _is_to_write(self, view: CatalogView, file: VectorFile, ids: Ids, is_packed: bool) -> bool:
-        """Whether to rewrite the vectors without removed items.
-
-        `is_packed`: the index cannot skip rows of removed items.
-        """
+    def _is_to_write(self, view: CatalogView, file: VectorFile, ids: Ids) -> bool:
+        """Whether to rewrite the vectors without removed items."""
         size = file.row_ids.rows_up_to(view.last_given())
         removed = size - len(ids)
-        is_wanted = self._keep_removed_s <= 0 or is_packed or removed > MAX_REMOVED_ROWS * size
+        is_wanted = self._keep_removed_s <= 0 or removed > MAX_REMOVED_ROWS * size
         return removed > 0 and is_wanted
 
     def _rewritten(self, view: CatalogView, ids: Ids, type_: VectorType) -> VectorFile:

@@ -153,22 +153,6 @@ def test_searches_at_once_with_different_parameters_give_the_same_answers(segmen
         assert list(pool.map(ask, range(100))) == alone
 
 
-def test_a_graph_of_the_gpu_answers_on_the_cpu_with_the_mapped_vectors(
-    tmp_path: Path, vectors: Embeddings, queries: Embeddings
-) -> None:
-    graph = faiss.IndexHNSWCagra(DIM, 16, faiss.METRIC_INNER_PRODUCT)
-    graph.add(vectors)
-    graph.base_level_only = True
-    facts = SegmentIndex("cagra", vectors, graph).save(tmp_path / "index")
-    assert facts.bytes < vectors.nbytes * 1.5  # the graph alone
-    opened = SegmentIndex.open("cagra", vectors, tmp_path / "index")
-    for allowed in (None, bitmap(np.arange(N) % 2 == 0)):
-        found = opened.search(queries, 10, Effort(64), allowed)
-        truth = opened.exact(queries, 10, allowed)
-        assert recall_at(found[1], truth[1]) >= 0.97
-        np.testing.assert_allclose(found[0][:, 0], truth[0][:, 0], atol=2e-6)
-
-
 def test_lists_that_are_found_through_a_graph_answer_as_well(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vectors: Embeddings, queries: Embeddings
 ) -> None:
@@ -291,7 +275,7 @@ def test_auto_takes_the_kind_that_suits_the_size(n: int, dim: int, kind: str) ->
         ({"n": 0}, "0 vectors.*1 to"),
         ({"dim": 8193}, "dimension 8,193 .*8,192"),
         ({"kind": "lsh"}, "Unknown index 'lsh'.*--index auto, flat, hnsw"),
-        ({"kind": "cagra"}, "cagra cannot be built on cpu.*--index-device cuda"),
+        ({"kind": "cagra"}, "Unknown index 'cagra'.*--index auto, flat, hnsw"),
         ({"device": "tpu"}, "Unknown device 'tpu'.*--index-device cpu or cuda"),
         ({"target_recall": 0.0}, "at most 1, not 0.0.*--target-recall"),
         ({"memory_mb": 0}, "--memory-mb must be above 0, not 0"),

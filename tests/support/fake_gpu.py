@@ -4,7 +4,7 @@ Memory is counted, and vectors are rounded to half precision where the GPU would
 `test_gpu.py` compares the fields with the wheel, wherever that is installed.
 """
 
-# ruff: noqa: N802, N806 (the names are those of FAISS)
+# ruff: noqa: N802 (the names are those of FAISS)
 
 import threading
 import weakref
@@ -20,12 +20,6 @@ from kinlens.indexer.index import gpu
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "GpuIndexFlatConfig": {"useFloat16": False},
-    "GpuIndexCagraConfig": {
-        "graph_degree": 64,
-        "guarantee_connectivity": False,
-        "intermediate_graph_degree": 128,
-    },
-    "SearchParametersCagra": {"itopk_size": 64},
 }
 """The fields that are used of its structures, with their values."""
 
@@ -176,49 +170,8 @@ def classes_of(device: Device) -> dict[str, Any]:
                 raise RuntimeError("Error: 'nprobe <= 2048' failed: or a selector")
             self.answer(self._index, asked, found, True)
 
-    class GpuIndexCagra(OneThread):
-        def __init__(self, *given: Any) -> None:
-            super().__init__(*given)
-            self.d = given[1]
-            assert given[2] == faiss.METRIC_INNER_PRODUCT
-            self._degree = given[3].graph_degree if len(given) > 3 else 64
-            self._graph: Any = None
-
-        def train_c(self, rows: int, pointer: object) -> None:
-            try:
-                device.take(self, rows * (4 * self.d + 8 * self._degree))
-            except RuntimeError as error:  # what cuVS throws, FAISS makes another one of
-                raise MemoryError("std::bad_alloc: out_of_memory: CUDA error") from error
-            self._graph = faiss.IndexHNSWCagra(
-                self.d, max(2, self._degree // 2), faiss.METRIC_INNER_PRODUCT
-            )
-            self._graph.add(floats(pointer, rows, self.d))
-
-        def copyTo(self, graph: faiss.IndexHNSWCagra) -> None:
-            made = self._graph
-            graph.d, graph.ntotal, graph.metric_type = made.d, made.ntotal, made.metric_type
-            graph.is_trained, graph.hnsw = True, made.hnsw
-            graph.storage = faiss.clone_index(made.storage)
-            graph.storage.this.own(False)
-            graph.own_fields = True
-
-        def copyFrom(self, graph: faiss.IndexHNSWCagra) -> None:
-            if not isinstance(faiss.downcast_index(graph.storage), faiss.IndexFlat):
-                raise RuntimeError("Error: 'flat_storage' failed")
-            device.take(self, graph.ntotal * (4 * self.d + 8 * self._degree))
-            self._graph = graph
-
-        def search_c(self, *found: Any) -> None:
-            asked = found[5]
-            assert isinstance(asked, SearchParametersCagra)
-            if asked.itopk_size < found[2] or asked.itopk_size % 32:
-                raise RuntimeError(f"Error: itopk_size of {asked.itopk_size} for k = {found[2]}")
-            on_cpu = faiss.SearchParametersHNSW(efSearch=asked.itopk_size)
-            self.answer(self._graph, on_cpu, found, False)
-
     structures = {name: type(name, (Settings,), {}) for name in SETTINGS}
-    SearchParametersCagra: type = structures["SearchParametersCagra"]
-    found = (StandardGpuResources, GpuIndexFlatIP, GpuIndexIVFScalarQuantizer, GpuIndexCagra)
+    found = (StandardGpuResources, GpuIndexFlatIP, GpuIndexIVFScalarQuantizer)
     return {one.__name__: one for one in found} | structures
 
 

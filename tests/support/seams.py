@@ -15,7 +15,7 @@ from kinlens.indexer.folder.layout import GalleryFolder
 from kinlens.indexer.index.faiss import SegmentIndex
 from kinlens.indexer.index.gpu import GpuThread
 from kinlens.indexer.index.index_types import Effort
-from kinlens.indexer.index.plan import plan_index, plans_for
+from kinlens.indexer.index.plan import plan_compaction, plan_index
 from kinlens.indexer.index.segment import Segment
 from kinlens.indexer.index.tune import recall_at, tune
 from kinlens.indexer.ingest.build import import_gallery

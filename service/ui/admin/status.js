@@ -14,7 +14,6 @@ const KINDS = {
   hnsw: "graph (HNSW)",
   "ivf-pq": "compressed (IVF-PQ)",
   "ivf-rabitq": "compressed (IVF-RaBitQ)",
-  cagra: "graph on the GPU (CAGRA)",
 };
 const SOURCES = {
   golden: "the golden set of the gallery",

@@ -1,6 +1,7 @@
 """Redis, which services share: a cache level and rate limits. It may fail at any time.
 
 One client with one circuit breaker. All calls of one request together wait at most one timeout.
+The library is imported where it is used, since a service without Redis starts sooner without it.
 """
 
 import asyncio
@@ -15,11 +16,6 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args
 from urllib.parse import urlsplit
 
 import structlog
-from redis.asyncio import BlockingConnectionPool, Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import ResponseError
-from redis.exceptions import TimeoutError as RedisTimeoutError
 
 T = TypeVar("T")
 
@@ -105,6 +101,8 @@ def check_url(url: str) -> None:
 
     Raises: ValueError.
     """
+    from redis.asyncio import BlockingConnectionPool
+
     try:
         BlockingConnectionPool.from_url(url).make_connection()  # type: ignore[no-untyped-call]
         parts = urlsplit(url)
@@ -152,6 +150,10 @@ class SharedRedis:
     """
 
     def __init__(self, url: str, timeout_s: float) -> None:
+        from redis.asyncio import BlockingConnectionPool, Redis
+        from redis.asyncio.retry import Retry
+        from redis.backoff import NoBackoff
+
         self._client = Redis.from_pool(
             BlockingConnectionPool.from_url(
                 url,
@@ -250,6 +252,9 @@ class SharedRedis:
 
         A failure opens the breaker, but a timeout does so only if it had a fair share of it.
         """
+        from redis.exceptions import ResponseError
+        from redis.exceptions import TimeoutError as RedisTimeoutError
+
         budget = _BUDGET.get()
         if budget is None:
             _BUDGET.set(budget := _Budget(self._timeout_s))
@@ -303,6 +308,8 @@ class SharedRedis:
                 self._change(await self._probe())
 
     async def _write(self) -> None:
+        from redis.exceptions import ResponseError
+
         while self._writes and not self._condition.outage:
             key, value = self._writes[0]
             try:
@@ -317,6 +324,8 @@ class SharedRedis:
 
     async def _probe(self) -> _Condition:
         """What works of the commands that the service uses, with its prefix of keys."""
+        from redis.exceptions import ResponseError
+
         keys = f"{_PROBE}:a", f"{_PROBE}:b"
         rate = f"{RATE_PREFIX}:probe"
         calls: tuple[tuple[Part, str, Callable[[], Awaitable[object]]], ...] = (

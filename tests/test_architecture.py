@@ -160,7 +160,7 @@ SERVING = ("fastapi", "uvicorn", "faiss", "onnxruntime", "redis", "torch")
     [
         ("kinlens.embedder", TRAINING),
         ("kinlens.indexer", TRAINING),
-        ("kinlens.service", TRAINING),
+        ("kinlens.service", (*TRAINING, "redis")),
         ("kinlens.client", ("starlette", "numpy", "typer", *SERVING)),
         ("kinlens.values", ("numpy", "pydantic", "httpx")),
         ("kinlens.training.__main__", (*TRAINING, "scipy", "pandas")),

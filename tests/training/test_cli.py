@@ -98,7 +98,7 @@ def test_new_writes_a_commented_job_that_trains_the_users_folder(tmp_path: Path)
 
 
 def test_new_leaves_no_job_for_a_folder_that_cannot_be_trained_on(tmp_path: Path) -> None:
-    job, odd, empty = (tmp_path / name for name in ("job.toml", "sh$op", "empty"))
+    job, odd, empty = (tmp_path / name for name in ("new.toml", "sh$op", "empty"))
     odd.mkdir()
     empty.mkdir()
     for folder, message in (
@@ -109,7 +109,7 @@ def test_new_leaves_no_job_for_a_folder_that_cannot_be_trained_on(tmp_path: Path
         refused(["new", "--data", folder, "--out", job], message)
     assert not job.exists()
     refused(["new", "--data", empty, "--out", "/proc/job.toml"], "cannot be written")
-    refused(["fit", "demo", "--out", "/proc/run"], "cannot be written")
+    refused(["fit", job_file(tmp_path), "--out", "/proc/run"], "cannot be written")
 
 
 def test_our_errors_are_one_line_and_exit_code_1(

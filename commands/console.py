@@ -18,7 +18,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from kinlens.embedder.errors import KinlensError
+from kinlens.embedder.errors import KinlensError, disk_fault
 from kinlens.embedder.programs.console import print_error
 from kinlens.indexer.ingest.embed import Failure
 from kinlens.values import AttributeValue
@@ -44,8 +44,7 @@ def errors_shown() -> Iterator[None]:
         print_error(str(error))
         raise typer.Exit(1) from error
     except OSError as error:
-        file = f" {error.filename}" if error.filename else ""
-        print_error(f"{error.strerror or error}{file}. Check it and try again.")
+        print_error(disk_fault(error))
         raise typer.Exit(1) from error
     except MemoryError as error:
         print_error(

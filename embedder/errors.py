@@ -51,9 +51,22 @@
 A message names the value, the limit or expected value, and the remedy.
 """
 
+import contextlib
 import errno
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
-_SQLITE_FULL = 13  # sqlite3.SQLITE_FULL, without its import
+_SQLITE_FULL, _SQLITE_READONLY = 13, 8  # of sqlite3, without its import
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_FULL_CURE = "Free space on that disk, or raise its quota, and try again."
+_READ_ONLY_CURE = "That file system is read-only: mount it for writing, or choose another folder."
+_GONE_CURE = "Check that its disk is mounted and the folder exists, and try again."
+_CURES = {
+    errno.EROFS: _READ_ONLY_CURE,
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "Give this user the permissions."),
+    **dict.fromkeys((errno.ENOENT, errno.ENOTDIR, errno.ESTALE), _GONE_CURE),
+}
+_OTHER_CURE = "Check the free space, the permissions and the health of that disk, and try again."
 
 
 class KinlensError(Exception): ...
@@ -212,13 +225,67 @@ class ExportError(TrainingError): ...
 
 def is_disk_full(error: BaseException) -> bool:
     """Whether a full disk or an exhausted quota caused this error."""
+    return _is_caused_by(error, _FULL, _SQLITE_FULL)
+
+
+def _is_caused_by(error: BaseException, numbers: tuple[int, ...], sqlite: int) -> bool:
     cause: BaseException | None = error
     seen: set[int] = set()  # an error that several callers raise may be among its own causes
     while cause is not None and id(cause) not in seen:
         seen.add(id(cause))
-        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+        if isinstance(cause, OSError) and cause.errno in numbers:
             return True
-        if getattr(cause, "sqlite_errorcode", None) == _SQLITE_FULL:
+        if getattr(cause, "sqlite_errorcode", None) == sqlite:
             return True
         cause = cause.__cause__ or cause.__context__
     return False
+
+
+def disk_fault(
+    error: Exception, target: Path | None = None, outcome: str = "", what: str = ""
+) -> str:
+    """What the disk refused: its path, the reason, `outcome` and the cure. If `target` was being
+    written, an error that names a file outside of it is one of reading that file.
+    """
+    file = getattr(error, "filename", None)
+    reason = getattr(error, "strerror", None) or str(error)
+    cure = _CURES.get(getattr(error, "errno", None) or 0, _OTHER_CURE)
+    action = f"{what} {target} cannot be written".lstrip()
+    if target is None:
+        action = f"{file or 'A file'} cannot be read or written"
+    elif isinstance(file, str) and not is_disk_full(error) and not _is_part(Path(file), target):
+        action = f"{file} cannot be read"
+    if is_disk_full(error):
+        reason, cure = "No space is left, or a quota is used up", _FULL_CURE
+    elif _is_caused_by(error, (errno.EROFS,), _SQLITE_READONLY):
+        reason, cure = "Read-only file system", _READ_ONLY_CURE
+    return " ".join(filter(None, (f"{action}: {reason}.", outcome, cure)))
+
+
+def _is_part(file: Path, target: Path) -> bool:
+    """Whether a write of `target` writes `file`: one inside, a folder around it, or a hidden file
+    next to it.
+    """
+    is_inside = file.is_relative_to(target) or target.is_relative_to(file)
+    is_near = file.is_relative_to(target.parent)
+    return is_inside or (is_near and file.relative_to(target.parent).parts[0].startswith("."))
+
+
+@contextlib.contextmanager
+def disk_errors_as(
+    kind: type[KinlensError], target: Path, outcome: str | Callable[[], str], what: str = ""
+) -> Iterator[None]:
+    """Raise what the disk refuses while `target` is written as `kind`, in the words of
+    `disk_fault`. `outcome` states what was and was not written; a callable looks at the disk.
+    """
+    try:
+        yield
+    except Exception as error:
+        # A write of a part, which knows neither the whole nor what becomes of it.
+        is_part = isinstance(error, GalleryWriteError) and isinstance(error.__cause__, OSError)
+        fault = error.__cause__ if is_part else error
+        is_of_disk = isinstance(fault, OSError) or hasattr(fault, "sqlite_errorcode")
+        if not isinstance(fault, Exception) or not (is_of_disk or is_disk_full(error)):
+            raise
+        state = outcome if isinstance(outcome, str) else outcome()
+        raise kind(disk_fault(fault, target, state, what)) from error

@@ -193,7 +193,8 @@ def publish(
     folder, store = GalleryFolder(gallery), ObjectFolder(address)
     folder.current()
     folder.refuse_copy()
-    with disk_errors_explained(folder.path), contextlib.ExitStack() as stack:
+    outcome = "Followers keep the previous snapshot."
+    with disk_errors_explained(folder.path, outcome), contextlib.ExitStack() as stack:
         if not stack.enter_context(exclusive(folder.path / PUBLISH, wait=False)):
             raise GalleryBusyError(
                 f"Another process ({holder(folder.path / PUBLISH)}) publishes {folder.path}. Wait "

@@ -21,8 +21,7 @@ import contextlib
 import hashlib
 import os
 import re
-import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kinlens.embedder.durable import (
@@ -48,12 +47,14 @@ from kinlens.embedder.errors import (
     GalleryError,
     GalleryNotFoundError,
     GalleryWriteError,
+    disk_errors_as,
 )
 from kinlens.embedder.types import SHORT
 from kinlens.indexer.folder.manifest import MANIFEST
 from kinlens.indexer.golden import GOLDEN
 
 CURRENT = "CURRENT"
+UNCHANGED = "Nothing was changed."
 _LOCK = "LOCK"
 _WRITE = "WRITE"
 _TURN = "TURN"
@@ -323,17 +324,14 @@ class GalleryFolder:
 
 
 @contextlib.contextmanager
-def disk_errors_explained(path: Path) -> Iterator[None]:
-    """Translate a failed write below `path` into a GalleryWriteError with advice."""
-    try:
+def disk_errors_explained(
+    path: Path, outcome: str | Callable[[], str] = UNCHANGED
+) -> Iterator[None]:
+    """Translate a failed write below `path` into a GalleryWriteError with advice; `outcome` states
+    what was and was not written.
+    """
+    with disk_errors_as(GalleryWriteError, path, outcome, "The gallery"):
         yield
-    except (OSError, sqlite3.Error) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise GalleryWriteError(
-            f"Cannot write the gallery {path}: {reason}. Check the free space "
-            "and the permissions of that folder, then run the same command again; finished work "
-            "is kept."
-        ) from error
 
 
 def _is_generation(folder: Path) -> bool:

@@ -38,6 +38,7 @@ from kinlens.indexer.ingest.sources import Source, check_attributes
 from kinlens.indexer.types import GalleryExport, Progress, VectorType, checked_name
 
 _CHUNK = 4096
+_KEPT = "Finished work is kept, and the same command continues it."
 
 
 class BuildReport(BaseModel, frozen=True):
@@ -119,7 +120,7 @@ def build_gallery(
             check_attributes(source, draft.gallery.schema())
         except InvalidParameterError:
             _without_attributes(draft.gallery)
-        with disk_errors_explained(folder.path):
+        with disk_errors_explained(folder.path, _KEPT):
             _check_space(folder.path, needed_mb(plan, draft.gallery.size))
         unlisted = UnlistedItems(draft.gallery)
         with _reusable(folder, manifest) as old:
@@ -244,7 +245,7 @@ class _Draft:
         self.gallery.close()
         # Verify the files on the disk before the generation becomes visible.
         Gallery.open(self.staging.path, verify_hashes=True).close()
-        with disk_errors_explained(self.folder.path):
+        with disk_errors_explained(self.folder.path, _KEPT):
             made = self.staging.current()
             uid = read_manifest(made).uid
             write_manifest(made, self.manifest.model_copy(update={"uid": uid}))
@@ -257,7 +258,7 @@ class _Draft:
 def _draft(folder: GalleryFolder, manifest: GalleryManifest, operation: str) -> Iterator[_Draft]:
     """The draft of an interrupted run of the same operation with this bundle, or a new one."""
     key = f"{operation} {manifest.bundle_id} {manifest.precision} {manifest.vector_type}"
-    with disk_errors_explained(folder.path):
+    with disk_errors_explained(folder.path, _KEPT):
         stack = contextlib.ExitStack()
         staging = stack.enter_context(folder.draft(key))
     with stack:

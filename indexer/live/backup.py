@@ -86,7 +86,11 @@ def backup(
     source, out = GalleryFolder(gallery).current(), Path(out)
     if out.exists():
         raise GalleryError(f"{out} already exists. Choose a new folder for the backup.")
-    with disk_errors_explained(out):
+
+    def outcome() -> str:
+        return f"{out} is complete." if out.exists() else f"{out} was not created."
+
+    with disk_errors_explained(out, outcome):
         make_folder(out.parent, "backup")
         with staged(out.parent, f".{out.name}.part-") as stage:
             report = _write(source, stage, on_progress)

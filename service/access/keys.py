@@ -18,7 +18,13 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from kinlens.embedder.durable import exclusive, is_settled, make_folder, stamp, write_whole
-from kinlens.embedder.errors import FilterError, InvalidParameterError, KeyNotFoundError, StateError
+from kinlens.embedder.errors import (
+    FilterError,
+    InvalidParameterError,
+    KeyNotFoundError,
+    StateError,
+    disk_errors_as,
+)
 from kinlens.embedder.programs.faults import fault_text, path_of
 from kinlens.indexer.filters.text import parse_filter
 from kinlens.indexer.filters.tree import Filter
@@ -280,10 +286,12 @@ class KeyStore:
         """
         # The file itself: on Kubernetes `path` is a link into the folder of a mounted Secret.
         target = self.path.resolve()
-        try:
+        known: list[Key] = []
+        outcome = functools.partial(self._outcome, known)
+        with disk_errors_as(StateError, target, outcome, "The file of keys"):
             make_folder(target.parent, _STEP)
             with exclusive(target.with_name(f".{target.name}.lock"), wait=True):
-                known = [*self.list()]
+                known += self.list()
                 yield known
                 # Fields without a value are omitted, so older releases without limits can read the
                 # file. A key with limits must not be readable there: it would see everything.
@@ -291,11 +299,13 @@ class KeyStore:
                     indent=2, exclude_none=True, exclude_defaults=True
                 )
                 write_whole(target, content.encode(), _STEP)
-        except OSError as error:
-            raise StateError(
-                f"The file of keys {target} cannot be written ({error.strerror}). Allow this user "
-                f"to write to {target.parent}, or choose another folder."
-            ) from error
+
+    def _outcome(self, wanted: Sequence[Key]) -> str:
+        """What a failed change has written: it may have failed after the rename."""
+        with contextlib.suppress(StateError):
+            if wanted and self.list() == tuple(wanted):
+                return "The change was written, but a loss of power may undo it."
+        return "No key was created or changed."
 
     def _unreadable(self, reason: str) -> StateError:
         return StateError(

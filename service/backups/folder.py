@@ -26,7 +26,7 @@ from pydantic import BaseModel, ValidationError
 
 from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.durable import make_folder, rename, staged, sync_tree
-from kinlens.embedder.errors import GalleryError, KinlensError, StateError
+from kinlens.embedder.errors import GalleryError, KinlensError, StateError, disk_errors_as
 from kinlens.indexer.gallery import backup as backup_gallery
 from kinlens.indexer.gallery import check_backup, current_generation, current_manifest
 from kinlens.indexer.gallery import restore as restore_gallery
@@ -135,6 +135,17 @@ def _record(state: Path | None, **changes: Any) -> None:
 def _back_up(settings: Settings, out: Path, on_progress: Progress) -> Backup:
     if out.exists():
         raise StateError(f"out = {out} already exists. Choose a new folder for the backup.")
+
+    def outcome() -> str:
+        if out.exists():
+            return "It is complete, but a loss of power may remove it."
+        return "It was not created, and the service was not changed."
+
+    with disk_errors_as(StateError, out.absolute(), outcome, "The backup"):
+        return _write(settings, out, on_progress)
+
+
+def _write(settings: Settings, out: Path, on_progress: Progress) -> Backup:
     make_folder(out.absolute().parent, _STEP)
     with staged(out.absolute().parent, _PART) as stage:
         stage.chmod(0o700)
@@ -211,24 +222,33 @@ def restore(backup: Path, state: Path, on_progress: Progress) -> Backup:
             f"state = {state} is not an empty folder. A restore overwrites nothing: choose a new "
             "folder with --state, or stop the service and move the content of this one away."
         )
-    report = check(backup, on_progress)
-    make_folder(state.absolute(), _STEP)
-    with staged(state, _PART) as stage:
-        for saved in report.galleries:
-            source, target = (_gallery_in(folder, saved.name) for folder in (backup, stage))
-            restore_gallery(source, target, on_progress=on_progress)
-            for file in UploadFolder(source).files():
-                _copy(file, target / file.relative_to(source), on_progress)
-        _copy_tree(backup / "bundles", stage / "bundles", on_progress)
-        for file in _files(backup / "state"):
-            if not file.name.endswith(_SQLITE_SUFFIXES):
-                copy = stage / file.relative_to(backup / "state")
-                _copy(file, copy, on_progress)
-                copy.chmod(0o600)
-        sync_tree(stage, _STEP)
-        for part in sorted(stage.iterdir(), key=lambda part: part.name == _KEYS):
-            rename(part, state / part.name, _STEP)
+    target, nothing = state.absolute(), f"Nothing was restored to {state}."
+    partly = f"{state} may have parts of the backup: empty it before the next try."
+    with contextlib.ExitStack() as stack:
+        with disk_errors_as(StateError, target, nothing, "The folder"):
+            report = check(backup, on_progress)
+            make_folder(target, _STEP)
+            stage = stack.enter_context(staged(state, _PART))
+            _copy_parts(report, backup, stage, on_progress)
+            sync_tree(stage, _STEP)
+        with disk_errors_as(StateError, target, partly, "The folder"):
+            for part in sorted(stage.iterdir(), key=lambda part: part.name == _KEYS):
+                rename(part, state / part.name, _STEP)
     return report
+
+
+def _copy_parts(report: Backup, backup: Path, stage: Path, on_progress: Progress) -> None:
+    for saved in report.galleries:
+        source, target = (_gallery_in(folder, saved.name) for folder in (backup, stage))
+        restore_gallery(source, target, on_progress=on_progress)
+        for file in UploadFolder(source).files():
+            _copy(file, target / file.relative_to(source), on_progress)
+    _copy_tree(backup / "bundles", stage / "bundles", on_progress)
+    for file in _files(backup / "state"):
+        if not file.name.endswith(_SQLITE_SUFFIXES):
+            copy = stage / file.relative_to(backup / "state")
+            _copy(file, copy, on_progress)
+            copy.chmod(0o600)
 
 
 def _is_left_over(entry: Path) -> bool:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from pydantic import ValidationError
 
-from kinlens.embedder.errors import KinlensError, StateError
+from kinlens.embedder.errors import KinlensError, StateError, disk_fault, is_disk_full
 from kinlens.embedder.programs.console import print_error
 from kinlens.embedder.programs.faults import fault_text, path_of
 from kinlens.service.commands.settings import PREFIX, variables
@@ -84,10 +84,8 @@ def make_state(folder: Path | None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise StateError(
-            f"state = {folder} cannot be written ({error.strerror}). Allow this user to write "
-            "there, or choose another folder."
-        ) from error
+        cure = "Or choose another folder."
+        raise StateError(f"{disk_fault(error, folder, what='state =')} {cure}") from error
 
 
 @contextlib.contextmanager
@@ -97,7 +95,9 @@ def refusals() -> Iterator[None]:
         yield
     except ValidationError as error:
         refuse(faults(error))
-    except (KinlensError, OSError) as error:
+    except OSError as error:
+        refuse(disk_fault(error) if error.filename or is_disk_full(error) else str(error))
+    except KinlensError as error:
         refuse(str(error))
 
 

@@ -14,6 +14,7 @@ from kinlens.embedder.errors import (
     GalleryWriteError,
     InvalidParameterError,
     StateMissingError,
+    disk_fault,
 )
 from kinlens.indexer.gallery import Gallery, current_generation, delete_gallery
 from kinlens.indexer.types import checked_name
@@ -135,7 +136,7 @@ def _locked(folder: Path) -> Iterator[None]:
             yield
     except OSError as error:
         raise GalleryWriteError(
-            f"The galleries in {folder} cannot be changed: {error.strerror}. Check its permissions."
+            disk_fault(error, folder, what="The folder of galleries")
         ) from error
 
 

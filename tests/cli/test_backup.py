@@ -1,6 +1,8 @@
 """Backups of a whole service: every acknowledged write is restored, or nothing is changed."""
 
+import errno
 import json
+import os
 import re
 import shutil
 import stat
@@ -294,6 +296,66 @@ def states(folder: Path, work: Callable[[], Any]) -> list[Path]:
     finally:
         set_fault_hook(None)
     return [seen[place * (len(seen) - 1) // 4] for place in range(5)]
+
+
+CURES = {
+    errno.ENOSPC: "Free space on that disk",
+    errno.EDQUOT: "raise its quota",
+    errno.EROFS: "mount it for writing",
+    errno.ENOENT: "Check that its disk is mounted",
+}
+
+
+@pytest.mark.parametrize("code", CURES)
+@pytest.mark.parametrize("command", ["backup", "restore", "keys create"])
+def test_a_disk_that_refuses_is_named_with_what_was_written(made, tmp_path, command, code) -> None:
+    """At the first, the middle and the last point; with ENOENT, its folder has vanished."""
+    served = ("--state", made / "state", "--bundle", made / "model")
+
+    def run(place: Path, status: int | None = None) -> str:
+        words = {
+            "backup": ("backup", "--out", place / "new", *served),
+            "restore": ("restore", made / "saved", "--state", place / "new"),
+            "keys create": ("keys", "create", "k", "--scope", "search", "--state", place / "new"),
+        }
+        result = CliRunner().invoke(app, [str(word) for word in words[command]])
+        assert status in (None, result.exit_code), result.output
+        return result.stderr.splitlines()[-1] if result.exit_code else ""
+
+    points: list[str] = []
+    set_fault_hook(points.append)
+    try:
+        (tmp_path / "whole").mkdir()
+        run(tmp_path / "whole", 0)
+        own = [n for n, point in enumerate(points) if not point.startswith("audit")]
+        for number in (own[0], own[len(own) // 2], own[-1]):
+            place, left = tmp_path / f"{number}", number
+            (place / "new").parent.mkdir()
+
+            def refuse(_: str, place: Path = place) -> None:
+                nonlocal left
+                left -= 1
+                if left < 0 and code != errno.ENOENT:
+                    raise OSError(code, os.strerror(code))
+                if left == -1:
+                    shutil.rmtree(place)
+
+            set_fault_hook(refuse)
+            error = run(place, 1 if code != errno.ENOENT else None)
+            if not error:
+                continue  # it needed the folder no more
+            assert error.startswith("error: ")
+            assert str(place / "new") in error
+            assert CURES[code] in error
+            assert not re.search(r"Errno|\.kinlens-backup|stage-|Allow this user", error)
+            entries = [one.name for one in (place / "new").glob("*") if one.name[0] != "."]
+            if re.search("was not created|Nothing was restored|No key was created", error):
+                assert entries == []
+            else:
+                assert re.search("It is complete|may have parts|was written, but", error)
+                assert entries
+    finally:
+        set_fault_hook(None)
 
 
 def test_a_killed_backup_leaves_nothing_that_looks_like_a_backup(host) -> None:

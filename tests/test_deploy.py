@@ -206,14 +206,19 @@ def test_a_unit_starts_says_when_and_ends_in_its_time(places: dict[str, str]) ->
     assert done.returncode == 1, "it must not wait for a process that has ended"
 
 
-def test_the_backup_unit_makes_one_backup_and_deletes_old_ones(places: dict[str, str]) -> None:
+def test_the_backup_unit_keeps_the_newest_backups_whatever_their_age(
+    places: dict[str, str],
+) -> None:
     unit, folder = Unit("kinlens-backup", places), Path(places["/var/backups/kinlens"])
-    (folder / "2026-01-01-0330/part").mkdir(parents=True)
-    os.utime(folder / "2026-01-01-0330", (0, 0))
+    old = [folder / f"2020-01-{day:02}-0330" for day in range(1, 21)]
+    for kept in (*old, folder / "before the move"):
+        (kept / "part").mkdir(parents=True)
+        os.utime(kept, (0, 0))
     for key in ("ExecStart", "ExecStartPost"):
         done = subprocess.run(unit.command(key), env=unit.variables, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
-    [made] = folder.iterdir()
+    *kept, made, other = sorted(folder.iterdir())
+    assert (kept, other.name) == (old[-13:], "before the move")
     assert re.fullmatch(r"\d{4}-\d\d-\d\d-\d{4}", made.name)
 
 

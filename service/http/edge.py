@@ -25,6 +25,7 @@ from kinlens.service.redis import begin_budget
 from kinlens.service.settings import ANY_HOST, Settings
 
 _READ = frozenset({"GET", "HEAD"})
+_SLASHED = ("/admin/", "/docs/")  # pages with a wrong slash at the end
 _THIS_MACHINE = ("127.0.0.0/8", "::1")
 _UNMATCHED = "unmatched"
 _SHOWN_CHARACTERS = 64
@@ -112,6 +113,11 @@ class Edge:
         if answer is None and is_bare and scope["method"] in _READ:
             # Relative links of the page need the slash.
             answer = Response(status_code=308, headers={"Location": public_path("/")})
+        if answer is None and scope["path"] in _SLASHED and scope["method"] in _READ:
+            # Without the slash, for the same reason; relative, whatever prefix a proxy has removed.
+            page, query = scope["path"][1:-1], scope["query_string"].decode("latin-1")
+            location = f"../{page}?{query}" if query else f"../{page}"
+            answer = Response(status_code=308, headers={"Location": location})
         if answer is not None:
             await answer(scope, receive, send)
             return

@@ -45,6 +45,12 @@ def test_every_address_begins_with_the_prefix(tmp_path, closes, photos, settings
         assert len(links) > 2
         for link in links:
             assert fetch(link).status_code == 200, link
+        if name != "/":
+            slashed = get(shop.running, f"{inside}{name}/?a=%20b", headers)
+            assert slashed.status_code == 308
+            target = urljoin(f"/visual{name}/", slashed.headers["location"])
+            assert target == f"/visual{name}?a=%20b"
+            assert fetch(target).text == page.text
     files = {"image": photos[0]}
     for _ in range(2):  # the second answer comes from the cache
         answer = shop.client.post(f"{inside}/search", files=files, headers=headers)

@@ -293,6 +293,14 @@ def test_a_wrong_slash_is_404_and_never_redirected(running_service, path: str) -
     assert "location" not in answer.headers
 
 
+@pytest.mark.parametrize("path", ["/docs", "/admin"])
+def test_a_page_with_a_slash_leads_to_the_one_without(running_service, path: str) -> None:
+    answer = running_service.client.get(f"{path}/", follow_redirects=True)
+    assert (answer.url.path, answer.status_code) == (path, 200)
+    assert running_service.client.head(f"{path}/").status_code == 308
+    assert running_service.client.post(f"{path}/").status_code in {404, 405}
+
+
 @pytest.mark.parametrize("path", ["/live", "/docs", "/", "/ui/shared/icon.svg", "/galleries/shop"])
 def test_head_answers_as_get_without_a_body(running_service, path: str) -> None:
     got = running_service.client.get(path)

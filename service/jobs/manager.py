@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -29,9 +29,9 @@ from kinlens.embedder.errors import (
 from kinlens.environment import child_environment
 from kinlens.indexer.gallery import current_manifest
 from kinlens.models import JobLog, JobOptions
-from kinlens.service.concurrency import begin_in_thread
+from kinlens.service.concurrency import begin_in_thread, too_late
 from kinlens.service.galleries.locations import Locations, known_bundles
-from kinlens.service.jobs.params import Params, SwapParams, options_of, params_of, plan_of
+from kinlens.service.jobs.params import Params, Plan, SwapParams, options_of, params_of, plan_of
 from kinlens.service.jobs.store import RESUMABLE, Job, JobFolders, JobStore, reason_of
 from kinlens.service.settings import Settings
 
@@ -217,12 +217,26 @@ class JobManager:
         if not self.store.begin(job.id):
             return
         try:
-            plan = plan_of(params_of(job.kind, job.params), job.gallery, self._settings)
+            plan = self._plan(job)
             folders.plan.write_text(plan.model_dump_json(indent=2), encoding="utf-8")
             self._spawn(job.id, folders, lock)
         except Exception as error:
             structlog.get_logger().error("a job was not started", job=job.id, exc_info=error)
             self.store.fail(job.id, reason_of(error))
+
+    def _plan(self, job: Job) -> Plan:
+        """The plan of a job. It reads the gallery, whose disk may hang, and this thread must not.
+
+        Raises: DeadlineExceededError, what `plan_of` raises.
+        """
+        limit_s = self._settings.request_timeout_ms / 1e3
+        params = params_of(job.kind, job.params)
+        planning = begin_in_thread(lambda: plan_of(params, job.gallery, self._settings))
+        done, _ = wait([planning], limit_s)
+        if not done:
+            cure = "Check its disk, then start the job again."
+            raise too_late(limit_s, f"Reading gallery {job.gallery!r}", cure)
+        return planning.result()
 
     def _spawn(self, job_id: str, folders: JobFolders, lock: int) -> None:
         # The plan contains all settings that the job needs. Our secrets must not reach it.

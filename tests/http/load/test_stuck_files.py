@@ -237,3 +237,30 @@ def test_every_route_answers_while_a_file_that_many_read_hangs(
             if answer.status_code == 500
         } == set()
         assert client.get("/live").status_code == 200
+
+
+def test_a_queued_job_whose_gallery_hangs_stops_no_other_job(
+    tmp_path: Path, tiny_settings: dict[str, Any]
+) -> None:
+    """The service queues; a worker that starts later finds one CURRENT that hangs."""
+    made = Path(str(tiny_settings["galleries"]).partition("=")[2])
+    for name in ("shop", "other"):
+        shutil.copytree(made, tmp_path / name)
+    state, bundle = tmp_path / "state", tiny_settings["bundle"]
+    other = ("--gallery", f"other={tmp_path / 'other'}")
+    with serving(state, tmp_path / "shop", bundle, *other) as client:
+        first, second = (
+            client.post(f"/galleries/{name}/compact").raise_for_status().json()["id"]
+            for name in ("shop", "other")
+        )
+        (tmp_path / "shop" / "CURRENT").unlink()
+        os.mkfifo(tmp_path / "shop" / "CURRENT")
+        galleries = f"shop={tmp_path / 'shop'},other={tmp_path / 'other'}"
+        settings = {"GALLERIES": galleries, "BUNDLE": str(bundle), "REQUEST_TIMEOUT_MS": "1000"}
+        command = [sys.executable, "-m", "kinlens.service", "work", "--once", "--state", str(state)]
+        environment = os.environ | {f"KINLENS_{name}": text for name, text in settings.items()}
+        subprocess.run(command, env=environment, check=True, timeout=100)
+        failed, done = (client.get(f"/jobs/{job}").json() for job in (first, second))
+    assert (failed["state"], done["state"]) == ("failed", "succeeded")
+    assert "gallery 'shop'" in failed["error"]
+    assert "Check its disk" in failed["error"]

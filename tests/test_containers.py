@@ -141,6 +141,7 @@ def test_the_cpu_image_serves_is_healthy_and_ends_with_its_signal(
     assert not healthy()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("path", "with_them", "without"),
     [

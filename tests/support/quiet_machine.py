@@ -3,8 +3,9 @@
     unshare --net python tests/support/quiet_machine.py FOLDER [--user ID] [--train]
 
 The network has a loopback interface alone, where a proxy records each connection. The kernel counts
-what finds no route. With a user id, that has no name and no home folder. `FOLDER/work`, where all
-commands run, has files with the names of modules, which write the file `ran`.
+what finds no route. With a user id, that has no name and no home folder, and runs the service and a
+build. `FOLDER/work`, where all commands run, has files with the names of modules, which write the
+file `ran`.
 """
 
 import argparse
@@ -87,14 +88,17 @@ def report(text: str) -> None:
 
 
 class Walk:
-    """Runs commands in `folder/work`; a failure ends the walk with its output."""
+    """Runs commands in `folder/work`, which write to `out`; a failure ends the walk."""
 
     def __init__(
-        self, folder: Path, environment: dict[str, str], before: list[str], trains: bool
+        self, out: Path, environment: dict[str, str], before: list[str], trains: bool
     ) -> None:
         """`before` are the words before each command."""
-        self.folder, self.environment, self.trains = folder, environment, trains
+        self.folder, self.out = out.parent, out
+        self.environment, self.trains = environment, trains
         self.before = before
+        out.mkdir()
+        out.chmod(0o777)
 
     def run(self, name: str, *words: object) -> str:
         began = time.monotonic()
@@ -108,22 +112,25 @@ class Walk:
             raise SystemExit(f"{name} {' '.join(map(str, words))}:\n{text}")
         return done.stdout
 
-    def offline(self, bundle: Path, weights: Path) -> None:
-        """Every kind of command without a service."""
-        shop, gallery = self.folder / "shop", self.folder / "gallery"
-        settings = [f"--set={name}={json.dumps(value)}" for name, value in ADAPT.items()]
-        adapt = ("--data", shop, "--weights", weights, "--backbone", ADAPT["model.backbone"])
+    def build(self, bundle: Path) -> None:
+        """A gallery, and a search in it."""
+        shop, gallery = self.folder / "shop", self.out / "gallery"
         self.run("kinlens-index", "build", shop, "--bundle", bundle, "--out", gallery)
         self.run("kinlens-index", "search", gallery, "--bundle", bundle, "--image", self.photo)
+
+    def offline(self, bundle: Path, weights: Path) -> None:
+        """Every other kind of command without a service."""
+        shop, gallery = self.folder / "shop", self.out / "gallery"
+        settings = [f"--set={name}={json.dumps(value)}" for name, value in ADAPT.items()]
+        adapt = ("--data", shop, "--weights", weights, "--backbone", ADAPT["model.backbone"])
         serve = ("--bundle", bundle, "--gallery", f"shop={gallery}", "--port", 0)
         self.run("kinlens-serve", "check", *serve, "--precision", "auto", "--engine", "auto")
         self.run("kinlens-train", "data", "doctor", shop)
-        if self.trains or not self.before:  # Ray needs 10 CPU s: once in the short form
-            out = self.folder / "vectors"
-            self.run("kinlens-index", "embed", shop, "--bundle", bundle, "--out", out)
+        vectors = ("--out", self.out / "vectors")
+        self.run("kinlens-index", "embed", shop, "--bundle", bundle, *vectors)
         if not self.trains:
             return
-        run = ("--out", self.folder / "adapted", "--run", self.folder / "run")
+        run = ("--out", self.out / "adapted", "--run", self.out / "run")
         self.run("kinlens-train", "adapt", *adapt, *run, *settings)
 
     @property
@@ -132,13 +139,13 @@ class Walk:
 
     def service(self, bundle: Path, weights: Path) -> None:
         """The service in `work`, to which the files come after its start, and each kind of job."""
-        state = self.folder / "state"
+        state = self.out / "state"
         key = self.run("kinlens-serve", "keys", "create", "a", "--scope", "admin", "--state", state)
         environment = self.environment | {
             "PYTHONPATH": os.pathsep,  # two empty entries: the working directory
             "KINLENS_TRAINING_WEIGHTS": f"tiny={weights}",
         }
-        words = ["--bundle", bundle, "--gallery", f"shop={self.folder / 'gallery'}", "--port", "0"]
+        words = ["--bundle", bundle, "--gallery", f"shop={self.out / 'gallery'}", "--port", "0"]
         modules = [(self.folder / "work" / f"{name}.py") for name in MODULES]
         contents = [module.read_text() for module in modules]
         for module in modules:
@@ -205,8 +212,9 @@ def main(folder: Path, user: int | None, trains: bool) -> None:
     (folder / "home").mkdir()
     environment["HOME"] = str(folder / "home")
     before: list[str] = []
+    homeless = environment
     if user is not None:
-        del environment["HOME"]
+        homeless = {name: value for name, value in environment.items() if name != "HOME"}
         ids = ("--reuid", "--regid")
         before = ["setpriv", "--clear-groups", *(f"{id_}={user}" for id_ in ids)]
         # It may read the interpreter wherever that is, and write only where anyone may.
@@ -219,9 +227,15 @@ def main(folder: Path, user: int | None, trains: bool) -> None:
     for name in MODULES:
         (folder / "work" / f"{name}.py").write_text(mark)
     unreachable = without_route()
-    walk = Walk(folder, environment, before, trains)
-    walk.offline(folder / "bundle", folder / "weights.pt")
-    walk.service(folder / "bundle", folder / "weights.pt")
+    files = folder / "bundle", folder / "weights.pt"
+    own = Walk(folder / "own", environment, [], trains)
+    serving = Walk(folder / "serving", homeless, before, trains)
+    for walk in (own, serving):
+        walk.build(files[0])
+    for walk in (own, serving) if trains else (own,):
+        walk.offline(*files)
+    for walk in (own, serving) if trains else (serving,):
+        walk.service(*files)
     ran = folder / "ran"
     home = [str(path) for path in (folder / "home").rglob("*") if path.is_file()]
     found: dict[str, Any] = {

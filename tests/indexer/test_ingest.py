@@ -279,7 +279,7 @@ def stopped(shop, out, embedder) -> Path:
         if point.startswith("segment"):
             fails_at(0)(point)
 
-    with faults(hook), pytest.raises(GalleryError, match="No space left"):
+    with faults(hook), pytest.raises(GalleryError, match="No space is left"):
         build_gallery(folder_source(shop), embedder, out)
     return out
 

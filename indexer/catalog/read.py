@@ -4,6 +4,7 @@ import functools
 import json
 import sqlite3
 import zlib
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -52,9 +53,9 @@ SELECT id, crc, vector FROM vectors WHERE id IN (SELECT value FROM json_each(?))
 """
 # Without INDEXED BY, SQLite reads all items in order, even if few have changed.
 _ADDED = """
-SELECT id, crc, vector FROM vectors WHERE id IN (
-    SELECT id FROM items INDEXED BY items_by_change WHERE changed_seq > ?1 AND added_seq > ?1
-) ORDER BY id
+SELECT vectors.id, vectors.crc, vector, sha256
+FROM items INDEXED BY items_by_change JOIN vectors ON vectors.id = items.id
+WHERE changed_seq > ?1 AND added_seq > ?1 ORDER BY items.id
 """
 _CHANGED = f"""
 {_ITEM} INDEXED BY items_by_change WHERE changed_seq > ? ORDER BY id
@@ -65,6 +66,12 @@ SELECT items.id FROM tombstones CROSS JOIN items ON items.id = tombstones.id
 WHERE tombstones.seq > ? LIMIT 1
 """
 _COUNTS = "SELECT (SELECT count(*) FROM items), (SELECT count(*) FROM vectors), size FROM state"
+# Reads only the index of contents; the vectors are compared afterwards.
+_EQUAL_IMAGES = """
+SELECT id, sha256 FROM items INDEXED BY items_by_content WHERE sha256 IN (
+    SELECT sha256 FROM items GROUP BY sha256 HAVING count(*) > 1
+) ORDER BY sha256
+"""
 _LAST_KEY = "\U0010ffff" * MAX_KEY
 _MAX_ID = 2**63 - 1
 _IDS_PER_QUERY = 1_000_000  # item ids in one text of SQLite, which is limited to 1e9 bytes
@@ -208,9 +215,23 @@ class CatalogView:
         self._check_ids(len(ids), int(ids.sum()))
         return ids
 
-    def added_since(self, seq: int) -> tuple[Ids, Embeddings]:
-        """Ids (N,), ascending, and vectors (N, D) of items added after the write `seq`."""
-        return self._arrays(self._all(_ADDED, seq))
+    def added_since(self, seq: int) -> tuple[Ids, Embeddings, list[bytes]]:
+        """Ids (N,), ascending, vectors (N, D) and sha256 of items added after the write `seq`."""
+        rows = self._all(_ADDED, seq)
+        return *self._arrays([row[:3] for row in rows]), [row[3] for row in rows]
+
+    def equal_images(self) -> tuple[Ids, Ids]:
+        """The items that share an image with another one, by sha256.
+
+        Their ids (N,), and a number (N,) that items with the same image share.
+        """
+        ids, images, last, image = array("q"), array("q"), b"", 0
+        for item_id, sha256 in self.connection.execute(_EQUAL_IMAGES):
+            image += sha256 != last
+            last = sha256
+            ids.append(item_id)
+            images.append(image)
+        return np.array(ids, np.int64), np.array(images, np.int64)
 
     def removed_since(self, seq: int) -> Ids:
         """The ids of items removed after the write `seq`, ascending.

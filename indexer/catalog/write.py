@@ -106,7 +106,8 @@ class CatalogWriter(CatalogView):
         if new or updated:
             self._learn(types)
             self._delete([*self.get(replaced).values()])
-            self._insert([entries[n] for n in new], vectors[new])
+            added = [entries[n] for n in new]
+            self._insert(added, self._as_stored(added, vectors[new]))
             for item, entry in updated:
                 self._set(item, entry.attributes, entry.path, entry.format)
             seal(self.connection)
@@ -190,6 +191,20 @@ class CatalogWriter(CatalogView):
             self._many("DELETE FROM removed WHERE id = ?", [(item.id,) for item in items])
             seal(self.connection)
         return [*self.get([*self.find([item.key for item in items]).values()]).values()]
+
+    def _as_stored(self, entries: Sequence[Entry], vectors: Embeddings) -> Embeddings:
+        """The vectors (N, D) of new entries, with one vector for each image.
+
+        A model rounds differently in batches of other sizes, and only images with equal vectors
+        are one candidate of the index.
+        """
+        found = self.content([entry.sha256 for entry in entries])
+        known = dict(zip(found, self.vectors([*found.values()]), strict=True))
+        for vector, entry in zip(vectors, entries, strict=True):
+            stored = known.setdefault(entry.sha256, vector)
+            if are_equal(vector, stored, self.file.type):
+                vector[:] = stored
+        return vectors
 
     def _equal(
         self, entries: Sequence[Entry], vectors: Embeddings, known: Mapping[str, Item]

@@ -80,6 +80,7 @@ from kinlens.indexer.images import ItemImage, item_image
 from kinlens.indexer.live.ranking import (
     Candidate,
     Fetch,
+    Pool,
     Reorder,
     best_groups,
     best_hits,
@@ -544,16 +545,16 @@ class _Groups:
         self._now, self._queries, self._by, self._options = now, queries, by, options
         self.fetch = _fetch(now, queries, options)
 
-    def outside(self, row: int, values: Sequence[Scalar], n: int) -> list[Candidate]:
+    def outside(self, row: int, values: Sequence[Scalar], n: int) -> Pool:
         return self._best(row, n, f"not ({self._with(values)})" if values else "")
 
-    def inside(self, row: int, value: Scalar, n: int) -> list[Candidate]:
+    def inside(self, row: int, value: Scalar, n: int) -> Pool:
         return self._best(row, n, self._with([value]))
 
     def _with(self, values: Sequence[Scalar]) -> str:
         return self._now.condition(In(self._by, tuple(values)))
 
-    def _best(self, row: int, n: int, group: str) -> list[Candidate]:
+    def _best(self, row: int, n: int, group: str) -> Pool:
         query, options = self._queries[row : row + 1], replace(self._options, exact=True)
         [best] = _fetch(self._now, query, options, group)([0], n)
         return best
@@ -565,11 +566,11 @@ def _fetch(now: Collection, queries: Embeddings, options: SearchOptions, group: 
     """
     condition = both(now.condition(options.where), group)
 
-    def fetch(rows: Sequence[int], n: int) -> list[list[Candidate]]:
+    def fetch(rows: Sequence[int], n: int) -> list[Pool]:
         options.checkpoint()
-        chosen, n = queries[list(rows)], min(n, MAX_HITS)
-        found = now.search(chosen, n, condition, options.effort, options.exact)
-        return [[_candidate(row) for row in best] for best in found]
+        some, wanted = queries[list(rows)], min(n, MAX_HITS)
+        found = now.search(some, wanted, condition, options.effort, options.exact)
+        return [Pool.of([_candidate(row) for row in best], n) for best in found]
 
     return fetch
 

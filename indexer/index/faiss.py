@@ -138,6 +138,7 @@ class SegmentIndex:
         codes = _read_codes(path, INDEX_TYPES[index_type], (count, vectors.shape[1]))
         # Bits of rows that are not in the index are ignored by FAISS.
         codes.remove_ids(faiss.IDSelectorBitmap(packed_bits(moved < 0)))
+        _clear_unused(codes)
         if not np.array_equal(moved[moved >= 0], np.flatnonzero(moved >= 0)):
             for number in range(codes.nlist):
                 if size := codes.invlists.list_size(number):
@@ -220,7 +221,7 @@ class SegmentIndex:
         wide = int(_OVERFETCH * k * self.size / max(1, count)) + _MIN_OVERFETCH
         is_scan = self._type.is_scan and not (wide <= MAX_K and self.is_on_gpu)
         part = SCAN_EXACT_PART if is_scan else EXACT_PART
-        if count <= max(EXACT_BELOW, part * self.size):
+        if count <= max(EXACT_BELOW, part * self.size) or (is_scan and len(queries) == 1):
             return self._brute_force(queries, k, allowed)
         return self._searched(queries, k, effort, allowed, count, (wide, _SECOND_OVERFETCH * wide))
 
@@ -290,7 +291,11 @@ class SegmentIndex:
             return compare(queries, k, self._vectors, np.arange(self.size))
         if allowed is None:
             return ordered(*found_by(self._flat, queries, k))
-        excluded = self.size - count_of(allowed, self.size)
+        count = count_of(allowed, self.size)
+        excluded = self.size - count
+        if len(queries) == 1 and count > SCAN_EXACT_PART * self.size:
+            parameters = faiss.SearchParameters(sel=faiss.IDSelectorBitmap(allowed))
+            return ordered(*found_by(self._flat, queries, k, parameters))
         if in_blocks or _SPARSE_EXCLUDED * excluded > self.size:
             return compare(queries, k, self._vectors, positions_in(allowed, self.size))
         # Over-fetching takes less time than copying the allowed vectors.
@@ -458,6 +463,26 @@ def ordered(scores: Scores, positions: Ids) -> tuple[Scores, Ids]:
     ranks = np.where(positions < 0, np.inf, -scores)
     order = np.lexsort((positions, ranks), axis=1)
     return np.take_along_axis(scores, order, axis=1), np.take_along_axis(positions, order, axis=1)
+
+
+def _clear_unused(codes: faiss.IndexIVFPQFastScan) -> None:
+    """Clear the unused codes of the last block of each list.
+
+    FAISS leaves the codes of removed rows there, and combines them with those of rows that are
+    added later, which searches then miss.
+    """
+    packer, lists = codes.get_CodePacker(), codes.invlists
+    used = np.zeros((packer.nvec, 1, packer.block_size), np.uint8)
+    code = np.full(packer.code_size, 0xFF, np.uint8)
+    for slot in range(1, packer.nvec):
+        used[slot] = used[slot - 1]
+        packer.pack_1(code, slot - 1, used[slot])
+    for number in range(codes.nlist):
+        blocks, rest = divmod(lists.list_size(number), packer.nvec)
+        if rest:
+            size = (blocks + 1) * packer.block_size
+            data = faiss.rev_swig_ptr(lists.get_codes(number), size)
+            data[-packer.block_size :] &= used[rest, 0]
 
 
 @lru_cache(maxsize=256)

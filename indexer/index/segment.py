@@ -3,6 +3,7 @@
 segments/<name>/
   index.faiss    the compressed index of the rows of live items; not for flat
   gone.bin       bitmap of the vector rows without a live item
+  copies.bin     the rows with equal content, see kinlens.indexer.index.copies; if there are any
   columns.bin    the attributes by row, see kinlens.indexer.columns
   segment.json   SegmentManifest
 
@@ -32,6 +33,7 @@ from kinlens.embedder.types import Embeddings
 from kinlens.indexer.bits import Bits, empty_bits, has_bits, packed_bits, positions_in
 from kinlens.indexer.catalog.vectors import VECTORS, RowIds, VectorFile
 from kinlens.indexer.columns.columns import Column, Columns, write_columns
+from kinlens.indexer.index.copies import Copies
 from kinlens.indexer.index.faiss import SegmentIndex
 from kinlens.indexer.index.index_types import INDEX_TYPES, Effort, IndexKind, full
 from kinlens.indexer.index.plan import IndexSettings, Plan, plan_compaction
@@ -50,12 +52,17 @@ _log = logging.getLogger(__name__)
 INDEX = "index.faiss"
 REMOVED = "gone.bin"
 COLUMNS = "columns.bin"
+COPIES = "copies.bin"
 MANIFEST = "segment.json"
 
 _OWN_VECTORS, _OWN_IDS = "vectors.npy", "ids.npy"  # written by earlier versions
 
 HASHED_BELOW = 64 * 2**20
 """File size in bytes below which hashes are checked at every opening."""
+
+_TRUE_CODES = 3
+"""The first schema version in which all codes of an updated index are right; see `_clear_unused` of
+kinlens.indexer.index.faiss. Earlier indexes are rebuilt."""
 
 _CURE = "Rebuild the index from the catalogue: kinlens-index compact GALLERY --rebuild."
 _SHORT = 12
@@ -90,6 +97,7 @@ class SegmentManifest(BaseModel, frozen=True, extra="forbid"):
 
     seq: the write whose items it contains.
     size: number of positions; `gone` of them have no item.
+    copies: number of items with the content of an earlier one; only flat indexes contain them.
     vectors: the name of the file of vectors; None in an earlier version.
     recall: at 10, measured with `held_out` queries before they were indexed. `held_out` is 0 for a
         small gallery, which is measured with indexed vectors.
@@ -99,10 +107,11 @@ class SegmentManifest(BaseModel, frozen=True, extra="forbid"):
         compares with vectors instead of codes.
     """
 
-    schema_version: Literal[1, 2] = 2
+    schema_version: Literal[1, 2, 3] = 3
     seq: int = Field(ge=0)
     size: int = Field(ge=1)
     gone: int = Field(default=0, ge=0)
+    copies: int = Field(default=0, ge=0)
     vectors: str | None = None
     dim: int = Field(ge=1)
     kind: IndexKind
@@ -125,8 +134,8 @@ class SegmentManifest(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def computed_digest(self) -> str:
-        """sha256 (hex) of all other fields. Omits `gpu` if it is None, as in earlier versions."""
-        without = {"digest"} if self.gpu else {"digest", "gpu"}
+        """sha256 (hex) of all other fields. Omits unused ones that earlier versions do not have."""
+        without = {"digest"} | {name for name in ("gpu", "copies") if not getattr(self, name)}
         return hashlib.sha256(self.model_dump_json(exclude=without).encode()).hexdigest()
 
     @property
@@ -165,6 +174,7 @@ def read_manifest(folder: Path) -> SegmentManifest:
         raise GalleryCorruptError(f"{path} is damaged: it does not match its digest. {_CURE}")
     expected = {REMOVED, COLUMNS} if manifest.vectors else {_OWN_VECTORS, _OWN_IDS}
     expected |= {INDEX} if INDEX_TYPES[manifest.kind].faiss_class else set()
+    expected |= {COPIES} if manifest.copies else set()
     if manifest.files.keys() != expected:
         raise GalleryCorruptError(
             f"{path} lists the files {sorted(manifest.files)}, but an index {manifest.kind} "
@@ -212,6 +222,20 @@ def check_file(path: Path, facts: FileFacts, verify_hash: bool | None) -> None:
             f"{path} has sha256 {sha256[:_SHORT]}, but {facts.sha256[:_SHORT]} in the manifest: "
             f"the file is damaged or was changed. {_CURE}"
         )
+
+
+def read_copies(folder: Path, manifest: SegmentManifest) -> Copies | None:
+    """The copies of a segment; None if it has none. Raises: GalleryCorruptError."""
+    if not manifest.copies:
+        return None
+    path = folder / COPIES
+    try:
+        pairs = np.fromfile(path, np.int64).reshape(2, -1)
+    except (OSError, ValueError) as error:
+        raise GalleryCorruptError(f"{path} cannot be read: {error}. {_CURE}") from error
+    if pairs.size and not 0 <= pairs.min() <= pairs.max() < manifest.size:
+        raise GalleryCorruptError(f"{path} is damaged: it names unknown rows. {_CURE}")
+    return Copies.from_array(pairs, manifest.size)
 
 
 def mapped(path: Path, dtype: type, shape: tuple[int, ...]) -> NDArray[Any]:
@@ -279,6 +303,7 @@ class Segment:
         removed: Bits,
         columns: Columns | None,
         file: VectorFile | None,
+        copies: Copies | None = None,
     ) -> None:
         self.manifest = manifest
         self.size = manifest.size
@@ -287,6 +312,7 @@ class Segment:
         self.index = index
         self.row_ids = row_ids
         self.removed = removed
+        self.copies = copies
         self._file = file  # keeps it open, and so on disk
 
     @classmethod
@@ -317,15 +343,17 @@ class Segment:
                 raise GalleryCorruptError(f"{folder / REMOVED} has the wrong length. {_CURE}")
             columns = Columns.open(folder / COLUMNS, manifest.size)
         codes = folder / INDEX if INDEX in manifest.files else None
-        index = SegmentIndex.open(manifest.kind, vectors, codes, manifest.items)
+        copies = read_copies(folder, manifest)
+        indexed = manifest.items - manifest.copies
+        index = SegmentIndex.open(manifest.kind, vectors, codes, indexed)
         if device == "cuda":
             index.use_gpu(f"The index {manifest.kind} in {folder}", manifest.parameters)
-        return cls(manifest, index, row_ids, removed, columns, file)
+        return cls(manifest, index, row_ids, removed, columns, file, copies)
 
     @property
     def unindexed(self) -> int:
-        """Number of positions without an item that are not in the index."""
-        return 0 if self.index.kind == "flat" else self.manifest.gone
+        """Number of positions that are not in the index."""
+        return 0 if self.index.kind == "flat" else self.manifest.gone + self.manifest.copies
 
     @property
     def location(self) -> IndexLocation:
@@ -379,16 +407,25 @@ class Rows:
     """The rows to index: the first `size` rows of a file of vectors.
 
     removed: mask (size,) of rows without an item; at least one row has an item.
+    copies: the rows of items with equal content.
     """
 
     file: VectorFile
     size: int
     removed: NDArray[np.bool_]
+    copies: Copies
 
     @property
     def live(self) -> Ids:
         """The rows that have an item, ascending."""
         return np.flatnonzero(~self.removed)
+
+    @property
+    def indexed(self) -> Ids:
+        """The first row of each content, ascending."""
+        is_indexed = ~self.removed
+        is_indexed[self.copies.later] = False
+        return np.flatnonzero(is_indexed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -422,21 +459,24 @@ def write_segment(
     Raises: RecallError, OSError.
     """
     started = perf_counter()
-    live = rows.live
+    live, indexed = rows.live, rows.indexed
     vectors = rows.file.rows(rows.size)
     files = {
         REMOVED: _write(folder / REMOVED, packed_bits(rows.removed)),
         COLUMNS: write_columns(folder / COLUMNS, columns),
     }
+    copies = len(live) - len(indexed)
+    if copies:
+        files[COPIES] = _write(folder / COPIES, rows.copies.to_array())
     built = None
     if previous is not None and _can_update(previous.manifest, plan, settings):
-        built = _updated(previous, vectors, live, on_progress)
+        built = _updated(previous, vectors, indexed, on_progress)
     if built is None:
         try:
-            built = _indexed(plan, vectors, live, settings.target_recall, on_progress)
+            built = _indexed(plan, vectors, indexed, settings.target_recall, on_progress)
         except RecallError as error:
             plan = _exact_instead(plan, settings, rows.file.type, error)
-            built = _indexed(plan, vectors, live, settings.target_recall, on_progress)
+            built = _indexed(plan, vectors, indexed, settings.target_recall, on_progress)
     if INDEX_TYPES[plan.kind].faiss_class:
         files[INDEX] = built.index.save(folder / INDEX)
     built.index.close()
@@ -444,6 +484,7 @@ def write_segment(
         seq=seq,
         size=rows.size,
         gone=rows.size - len(live),
+        copies=copies,
         vectors=rows.file.name,
         dim=plan.dim,
         kind=plan.kind,
@@ -537,6 +578,7 @@ def _can_update(previous: SegmentManifest, plan: Plan, settings: IndexSettings) 
     """Whether the current index can be updated instead of rebuilt."""
     return (
         INDEX_TYPES[plan.kind].is_updatable
+        and previous.schema_version >= _TRUE_CODES
         and (previous.kind, previous.target_recall) == (plan.kind, settings.target_recall)
         and previous.parameters.keys() == plan.parameters.keys()
         and previous.trained_on <= MAX_SIZE_RATIO * plan.n
@@ -544,20 +586,32 @@ def _can_update(previous: SegmentManifest, plan: Plan, settings: IndexSettings) 
     )
 
 
+def _kept(previous: PreviousSegment, indexed: Ids, size: int) -> Ids:
+    """`previous.moved`, with -1 for positions that are not in both indexes."""
+    is_indexed = np.zeros(size, np.bool_)
+    is_indexed[indexed] = True
+    moved = previous.moved.copy()
+    copies = read_copies(previous.folder, previous.manifest)
+    if copies is not None:
+        moved[copies.later] = -1
+    moved[(moved >= 0) & ~is_indexed[moved]] = -1
+    return moved
+
+
 def _updated(
-    previous: PreviousSegment, vectors: StoredRows, live: Ids, on_progress: Progress | None
+    previous: PreviousSegment, vectors: StoredRows, indexed: Ids, on_progress: Progress | None
 ) -> _Built | None:
     """The current index with new items and without removed ones; None if it must be retrained.
 
     It is retrained if it would find too few neighbours of the new items.
     """
-    manifest, moved = previous.manifest, previous.moved
-    index = SegmentIndex.updated(
-        manifest.kind, previous.folder / INDEX, vectors, manifest.items, moved
-    )
+    manifest = previous.manifest
+    moved = _kept(previous, indexed, len(vectors))
+    count = manifest.items - manifest.copies
+    index = SegmentIndex.updated(manifest.kind, previous.folder / INDEX, vectors, count, moved)
     is_kept = np.zeros(len(vectors), np.bool_)
     is_kept[moved[moved >= 0]] = True
-    fresh = live[~is_kept[live]]
+    fresh = indexed[~is_kept[indexed]]
     tuned = Tuned(manifest.tuned, manifest.recall)
     if len(fresh) >= SMALL and is_kept.any():
         queries = full(vectors[fresh[_drawn(len(fresh), UPDATE_QUERIES)]])
@@ -587,7 +641,7 @@ def _drawn(n: int, count: int) -> Ids:
     return np.random.default_rng(0).choice(n, min(n, count), replace=False, shuffle=False)
 
 
-def _write(path: Path, array: NDArray[np.uint8]) -> FileFacts:
+def _write(path: Path, array: NDArray[Any]) -> FileFacts:
     with HashedFile(path) as file:
         file.write(array)
     return file.facts

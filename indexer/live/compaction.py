@@ -38,7 +38,8 @@ from kinlens.indexer.catalog.read import CatalogView, State
 from kinlens.indexer.catalog.vectors import VECTORS, VectorFile
 from kinlens.indexer.columns.columns import COLUMN_BYTES, Columns, ColumnsBuilder
 from kinlens.indexer.folder.layout import disk_errors_explained
-from kinlens.indexer.index.plan import IndexSettings, Plan, plan_compaction
+from kinlens.indexer.index.copies import Copies
+from kinlens.indexer.index.plan import IndexSettings, plan_compaction
 from kinlens.indexer.index.segment import (
     COLUMNS,
     PreviousSegment,
@@ -215,15 +216,13 @@ class _Compaction:
         with catalog.reading() as view:
             state, ids, file = view.state(), view.live_ids(), view.file
             assert file is not None  # it has been converted
-            plan = None
-            if len(ids):
-                plan = plan_compaction(len(ids), view.dim, self._settings, file.type)
             is_wanted = self._is_to_write(view, file, ids)
             rewritten = self._rewritten(view, ids, file.type) if is_wanted else None
-            if plan is None:
+            if not len(ids):
                 return state, rewritten, None
-            _check_space(stage, plan, 0)
-            rows = _rows(rewritten or file, ids, view.last_given())
+            rows = _rows(rewritten or file, ids, view)
+            plan = plan_compaction(len(rows.indexed), view.dim, self._settings, file.type)
+            _check_space(stage, plan.code_bytes + len(ids) * COLUMN_BYTES)
             previous = (
                 None
                 if self._from_scratch
@@ -263,7 +262,7 @@ class _Compaction:
     def _rewritten(self, view: CatalogView, ids: Ids, type_: VectorType) -> VectorFile:
         folder = self._generation / VECTORS
         make_folder(folder, "vectors")
-        _check_space(folder, None, NUMBER_BYTES[type_] * len(ids) * view.dim)
+        _check_space(folder, NUMBER_BYTES[type_] * len(ids) * view.dim)
         with staged(folder) as stage:
             batches = self._batches(view)
             VectorFile.rewrite(stage, view.dim, ids, view.last_given(), batches, type_)
@@ -306,18 +305,19 @@ class _Compaction:
         return PreviousSegment(folder, manifest, moved)
 
 
-def _rows(file: VectorFile, ids: Ids, last_given: int) -> Rows:
-    """The rows of a file up to the id `last_given`; rows of other items than `ids` are removed."""
-    removed = np.ones(file.row_ids.rows_up_to(last_given), np.bool_)
+def _rows(file: VectorFile, ids: Ids, view: CatalogView) -> Rows:
+    """The rows of a file with the items `ids` of a state; rows of other items are removed."""
+    size = file.row_ids.rows_up_to(view.last_given())
+    removed = np.ones(size, np.bool_)
     removed[file.rows_of(ids)] = False
-    return Rows(file, len(removed), removed)
+    equal, images = view.equal_images()
+    copies = Copies.find(file.rows(size), file.rows_of(equal), images, size)
+    return Rows(file, size, removed, copies)
 
 
-def _check_space(folder: Path, plan: Plan | None, others: float) -> None:
-    """Check the free disk space for a new segment. Raises: GalleryWriteError."""
-    needed_mb = others / 2**20
-    if plan is not None:
-        needed_mb += (plan.code_bytes + plan.n * COLUMN_BYTES) / 2**20
+def _check_space(folder: Path, needed: float) -> None:
+    """Check for `needed` bytes of free disk space. Raises: GalleryWriteError."""
+    needed_mb = needed / 2**20
     free_mb = shutil.disk_usage(folder).free / 2**20
     if free_mb < needed_mb:
         raise GalleryWriteError(

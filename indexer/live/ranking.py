@@ -28,6 +28,7 @@ from kinlens.indexer.types import CANDIDATES, MAX_BOOST, Group, Grouping, Search
 from kinlens.values import AttributeValue, Scalar, values_in
 
 _EXPECTED_EXCLUDED = 100
+_EXPECTED_COPIES = 10
 _BLOCK = 4096
 _EXPECTED_SIZE = 4
 _MAX_OVERFETCH = 16  # upper bound on over-fetching for groups, as a multiple of the first batch
@@ -53,12 +54,6 @@ class Candidate(NamedTuple):
     sha256: str
 
 
-Fetch = Callable[[Sequence[int], int], list[list[Candidate]]]
-"""(query rows, n) -> the n best candidates of each of these rows; fewer only if there are no more.
-
-If scores tie at n, the engine may return any of them.
-"""
-
 VectorsOf = Callable[[Sequence[ItemId]], Embeddings]
 """The vectors (N, D) of these items, in their order."""
 
@@ -71,10 +66,10 @@ least as many as a page needs.
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """The known candidates of one query; no other item scores higher than `ceiling`.
+    """The known candidates of one query: no other item precedes them.
 
-    candidates: every item above the ceiling, best first, ties by id.
-    ceiling: minus infinity if there are no other items.
+    candidates: best first, ties by id.
+    ceiling: no other item scores higher; minus infinity if there are no other items.
     """
 
     candidates: Sequence[Candidate]
@@ -82,7 +77,10 @@ class Pool:
 
     @classmethod
     def of(cls, fetched: Sequence[Candidate], n: int) -> "Pool":
-        """A pool of the `n` items fetched; fewer than `n` mean that there are no more."""
+        """A pool of the `n` items fetched; fewer than `n` mean that there are no more.
+
+        If scores tie at `n`, any of these items may have been fetched.
+        """
         ordered = sorted(fetched, key=rank)
         if len(ordered) < n:
             return cls(ordered, -math.inf)
@@ -98,6 +96,10 @@ class Pool:
     def contains_all(self, min_score: float | None) -> bool:
         """Whether every item with at least `min_score` is a candidate."""
         return math.isinf(self.ceiling) or not passes(self.ceiling, min_score)
+
+
+Fetch = Callable[[Sequence[int], int], list[Pool]]
+"""(query rows, n) -> a pool of the n best items for each of these rows."""
 
 
 def best_hits(
@@ -160,8 +162,8 @@ def settle(fetch: Fetch, rows: int, first: int, settled: Callable[[Pool], T | No
     answers: dict[int, T] = {}
     unanswered: Sequence[int] = range(rows)
     while unanswered:
-        for row, fetched in zip(unanswered, fetch(unanswered, first), strict=True):
-            answer = settled(Pool.of(fetched, first))
+        for row, pool in zip(unanswered, fetch(unanswered, first), strict=True):
+            answer = settled(pool)
             if answer is not None:
                 answers[row] = answer
         unanswered = [row for row in unanswered if row not in answers]
@@ -171,7 +173,10 @@ def settle(fetch: Fetch, rows: int, first: int, settled: Callable[[Pool], T | No
 
 def first_count(depth: int, options: SearchOptions) -> int:
     """Candidates to fetch first for `depth` hits; the extra one detects a tie at the end."""
-    return depth + min(len(options.exclude), _EXPECTED_EXCLUDED) + 1
+    omitted = min(len(options.exclude), _EXPECTED_EXCLUDED)
+    if options.distinct or options.near is not None:
+        omitted += _EXPECTED_COPIES
+    return depth + omitted + 1
 
 
 def remaining(
@@ -264,18 +269,15 @@ def hit(candidate: Candidate) -> Hit:
 
 
 class GroupSource(Protocol):
-    """Candidates of one grouped search, provided by an engine; all match the filter.
+    """Candidates of one grouped search, provided by an engine; all match the filter."""
 
-    Each method returns the n best candidates, fewer only if there are no more.
-    """
-
-    def fetch(self, rows: Sequence[int], n: int) -> list[list[Candidate]]:
+    def fetch(self, rows: Sequence[int], n: int) -> list[Pool]:
         """The n best candidates of each of these queries."""
 
-    def outside(self, row: int, values: Sequence[Scalar], n: int) -> list[Candidate]:
+    def outside(self, row: int, values: Sequence[Scalar], n: int) -> Pool:
         """The n best that have no value, or at least one value that is not in `values`."""
 
-    def inside(self, row: int, value: Scalar, n: int) -> list[Candidate]:
+    def inside(self, row: int, value: Scalar, n: int) -> Pool:
         """The n best with this value."""
 
 
@@ -307,10 +309,8 @@ def best_groups(
     first = _EXPECTED_SIZE * first_count(depth, options)
     fetched = source.fetch(range(rows), first) if rows else []
     return [
-        _Search(source, row, k, depth, grouping, options, vectors_of, reorder).found(
-            Pool.of(best, first), first
-        )
-        for row, best in enumerate(fetched)
+        _Search(source, row, k, depth, grouping, options, vectors_of, reorder).found(pool, first)
+        for row, pool in enumerate(fetched)
     ]
 
 
@@ -337,7 +337,7 @@ class _Search:
             ]
             found_new_groups = len(values) > excluded
             n = min(2 * n, max(n, _MAX_OVERFETCH * first)) if found_new_groups else 2 * n
-            pool = pool.joined(Pool.of(self.source.outside(self.row, values, n), n))
+            pool = pool.joined(self.source.outside(self.row, values, n))
             excluded = len(values)
         return groups
 
@@ -379,7 +379,7 @@ class _Search:
             kept = self._ordered({c.id: c for c in (*pool.candidates, *own)})
             return kept if len(kept) >= size or pool.contains_all(None) else None
 
-        def fetch(_rows: Sequence[int], n: int) -> list[list[Candidate]]:
+        def fetch(_rows: Sequence[int], n: int) -> list[Pool]:
             return [self.source.inside(self.row, value, n)]
 
         [best] = settle(fetch, 1, first_count(size, self.options), settled)

@@ -17,6 +17,7 @@ from kinlens.indexer.live.facets import checked_names, facet_of
 from kinlens.indexer.live.ranking import (
     Candidate,
     Fetch,
+    Pool,
     Reorder,
     best_groups,
     best_hits,
@@ -24,7 +25,7 @@ from kinlens.indexer.live.ranking import (
     check_search,
 )
 from kinlens.indexer.live.rerank import reorder_of
-from kinlens.indexer.live.snapshot import FilterMask, Reading, Snapshot, SnapshotKeeper
+from kinlens.indexer.live.snapshot import FilterMask, Nearest, Reading, Snapshot, SnapshotKeeper
 from kinlens.indexer.types import (
     Facet,
     Group,
@@ -67,9 +68,10 @@ class Searcher:
         queries = check_search(k, options, self._dim, queries)
         if options.filter is not None:
             with self._snapshots.reading() as now:
-                return _nearest(now.snapshot, queries, k, options, self._mask(now, options))
-        snapshot = self._snapshots.newest()
-        return snapshot.nearest(queries, k, exact=options.exact, effort=options.effort)
+                found = _nearest(now.snapshot, queries, k, options, self._mask(now, options))
+        else:
+            found = _nearest(self._snapshots.newest(), queries, k, options, None)
+        return found.scores, found.ids
 
     def search(
         self, queries: Embeddings, k: int, options: SearchOptions | None = None
@@ -252,7 +254,9 @@ class Searcher:
             hits = _plain_hits(now.snapshot, read, queries, k, options, mask)
             if hits is not None:
                 return hits
-        fetch, reorder = _fetch(now, queries, options, mask), self._reorder(now, k, options)
+        once = options.distinct or options.near is not None
+        fetch = _fetch(now, queries, options, mask, once=once)
+        reorder = self._reorder(now, k, options)
         vectors_of = partial(_vectors, now.snapshot)
         return best_hits(fetch, len(queries), k, options, vectors_of, reorder)
 
@@ -280,10 +284,10 @@ def _plain_hits(
     options.checkpoint()
     depth = options.offset + k
     least = -math.inf if options.min_score is None else options.min_score
-    scores, ids = _nearest(snapshot, queries, depth + 1, options, mask)
+    scores, ids, certain = _nearest(snapshot, queries, depth + 1, options, mask)
     shown: list[list[tuple[ItemId, float]]] = []
     for row, (best, own) in enumerate(zip(ids.tolist(), scores.tolist(), strict=True)):
-        if len(own) > depth and own[depth - 1] <= own[depth] and best[depth] >= 0:
+        if len(own) > depth > certain[row]:
             best, own = _with_whole_tie(snapshot, queries[row : row + 1], depth, options, mask)
         ranked = zip(best[options.offset : depth], own[options.offset : depth], strict=True)
         shown.append([(i, score) for i, score in ranked if i >= 0 and score >= least])
@@ -303,15 +307,14 @@ def _with_whole_tie(
 ) -> tuple[list[ItemId], list[float]]:
     """The best `depth` items with their scores, where the last ones have equal scores.
 
-    Fetches more until every item with that score was seen, since ties are ordered by id. Copies
-    of one image can make such ties long.
+    Fetches more until every item with that score was seen, since ties are ordered by id.
     """
     wanted = depth + 1
     while True:
         options.checkpoint()
         wanted *= _TIE_OVERFETCH
-        [scores], [ids] = _nearest(snapshot, query, wanted, options, mask)
-        if wanted >= snapshot.state.size or ids[-1] < 0 or scores[-1] < scores[depth - 1]:
+        [scores], [ids], [certain] = _nearest(snapshot, query, wanted, options, mask)
+        if wanted >= snapshot.state.size or certain >= depth:
             return ids[: depth + 1].tolist(), scores[: depth + 1].tolist()
 
 
@@ -330,9 +333,12 @@ def _nearest(
     k: int,
     options: SearchOptions,
     mask: FilterMask | None,
-) -> tuple[Scores, Ids]:
+    copies: int | None = None,
+) -> Nearest:
     k = min(k, snapshot.state.size)
-    return snapshot.nearest(queries, k, mask, exact=options.exact, effort=options.effort)
+    return snapshot.nearest(
+        queries, k, mask, exact=options.exact, effort=options.effort, copies=copies
+    )
 
 
 def _range_search(
@@ -349,7 +355,7 @@ def _range_search(
     """
     options.checkpoint()
     if not options.exact and snapshot.segment is not None and snapshot.segment.index.kind != "flat":
-        [scores], [ids] = _nearest(snapshot, query, _INDEXED_RANGE, options, mask)
+        [scores], [ids], _ = _nearest(snapshot, query, _INDEXED_RANGE, options, mask)
         is_hit = (ids >= 0) & (scores >= np.float64(least))
         if not is_hit.all() or len(ids) < _INDEXED_RANGE:
             return snapshot.rows_of(ids[is_hit])
@@ -365,19 +371,41 @@ def _in_both(one: FilterMask | None, other: FilterMask) -> FilterMask:
 
 
 def _fetch(
-    now: Reading, queries: Embeddings, options: SearchOptions, mask: FilterMask | None
+    now: Reading,
+    queries: Embeddings,
+    options: SearchOptions,
+    mask: FilterMask | None,
+    *,
+    once: bool = False,
 ) -> Fetch:
-    def fetch(rows: Sequence[int], n: int) -> list[list[Candidate]]:
+    """once: fetch no more items with equal content than are needed to show one of them."""
+    copies = 1 + len(options.exclude) if once else None
+
+    def fetch(rows: Sequence[int], n: int) -> list[Pool]:
         options.checkpoint()
         some = queries if len(rows) == len(queries) else queries[list(rows)]
-        scores, ids = _nearest(now.snapshot, some, n, options, mask)
-        known = _rows(now, set(ids[ids >= 0].tolist()), options)
+        found = _nearest(now.snapshot, some, n, options, mask, copies)
+        known = _rows(now, set(found.ids[found.ids >= 0].tolist()), options)
         return [
-            [_candidate(i, score, *known[i]) for i, score in zip(*row, strict=True) if i >= 0]
-            for row in zip(ids.tolist(), scores.tolist(), strict=True)
+            _pool(
+                [
+                    _candidate(i, score, *known[i])
+                    for i, score in zip(ids, scores, strict=True)
+                    if i >= 0
+                ],
+                certain,
+                n,
+            )
+            for scores, ids, certain in zip(*(array.tolist() for array in found), strict=True)
         ]
 
     return fetch
+
+
+def _pool(fetched: list[Candidate], certain: int, n: int) -> Pool:
+    if len(fetched) < n:
+        return Pool(fetched, -math.inf)
+    return Pool(fetched[:certain], fetched[-1].score)
 
 
 def _vectors(snapshot: Snapshot, ids: Sequence[ItemId]) -> Embeddings:
@@ -443,13 +471,14 @@ class _Groups:
         self.fetch = _fetch(now, queries, options, mask)
         self._of_values: dict[Scalar, FilterMask] = {}
 
-    def outside(self, row: int, values: Sequence[Scalar], n: int) -> list[Candidate]:
+    def outside(self, row: int, values: Sequence[Scalar], n: int) -> Pool:
         if not values:
             return self._best(row, n, self._mask)
         return self._best(row, n, _in_both(self._mask, self._attributes.beyond(self._by, values)))
 
-    def inside(self, row: int, value: Scalar, n: int) -> list[Candidate]:
-        return self._best(row, n, _in_both(self._mask, self._with(value)))
+    def inside(self, row: int, value: Scalar, n: int) -> Pool:
+        mask = _in_both(self._mask, self._with(value))
+        return self._best(row, n, mask, once=self._options.distinct)
 
     def _with(self, value: Scalar) -> FilterMask:
         if value not in self._of_values:
@@ -458,7 +487,7 @@ class _Groups:
             self._of_values[value] = self._attributes.having(self._by, [value])
         return self._of_values[value]
 
-    def _best(self, row: int, n: int, mask: FilterMask | None) -> list[Candidate]:
+    def _best(self, row: int, n: int, mask: FilterMask | None, *, once: bool = False) -> Pool:
         query = self._queries[row : row + 1]
-        [best] = _fetch(self._now, query, self._options, mask)([0], n)
+        [best] = _fetch(self._now, query, self._options, mask, once=once)([0], n)
         return best

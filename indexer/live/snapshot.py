@@ -13,16 +13,15 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-import faiss
 import numpy as np
 from numpy.typing import NDArray
 
 from kinlens.embedder.durable import lock_folder
 from kinlens.embedder.errors import GalleryCorruptError, GalleryError
-from kinlens.embedder.machine import core_count
 from kinlens.embedder.types import Embeddings
 from kinlens.indexer.bits import Bits, empty_bits, has_bits, packed_bits, put_bits
 from kinlens.indexer.catalog.database import Catalog
@@ -31,126 +30,17 @@ from kinlens.indexer.index.faiss import range_search
 from kinlens.indexer.index.index_types import Effort
 from kinlens.indexer.index.segment import COPY_S, Segment
 from kinlens.indexer.live.compaction import SEGMENTS, collect
-from kinlens.indexer.types import Ids, Scores, find_sorted
+from kinlens.indexer.live.delta import Delta
+from kinlens.indexer.types import Ids, Scores
 from kinlens.values import Scalar, values_in
 
-_FIRST_CAPACITY = 256  # rows of a delta
 _OVERFETCH = 2  # extra items to fetch, as a multiple of the expected number of removed hits
+_MAX_DROPPED = 0.25  # share of hidden items above which a search with a mask is faster
 _COLLECT_S = 0.1
 _RETRY_S = 60.0  # pause after a segment could not be opened
 _ROUNDED = np.float32(2e-6)  # rounding differences between scores of the same two vectors
 _GPU_STEP_S = 0.2  # how often to check for `close` while an index is copied to the GPU
 _MAX_ATTEMPTS = 8  # to open a segment that a compaction may delete before it is opened
-
-
-class _Rows:
-    """Append-only arrays. Appending does not move them, so existing views stay valid."""
-
-    def __init__(self, ids: Ids, vectors: Embeddings, capacity: int) -> None:
-        self.used = len(ids)
-        self.ids = np.empty(capacity, np.int64)
-        self.vectors = np.empty((capacity, vectors.shape[1]), np.float32)
-        self.ids[: self.used] = ids
-        self.vectors[: self.used] = vectors
-
-    def append(self, ids: Ids, vectors: Embeddings) -> bool:
-        """Append rows if they fit into the capacity; return whether they did."""
-        end = self.used + len(ids)
-        if end > len(self.ids):
-            return False
-        self.ids[self.used : end] = ids
-        self.vectors[self.used : end] = vectors
-        self.used = end
-        return True
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """Items inserted after the segment, by ascending id; `alive` (N,) is False for removed ones.
-
-    Immutable. Call `changed` on the latest delta only: all deltas share the arrays in `rows`.
-    """
-
-    rows: _Rows
-    alive: NDArray[np.bool_]
-
-    @classmethod
-    def of(cls, ids: Ids, vectors: Embeddings) -> "Delta":
-        """A delta of items with ascending ids (N,) and vectors (N, D)."""
-        rows = _Rows(ids, vectors, max(_FIRST_CAPACITY, len(ids)))
-        return cls(rows, np.ones(len(ids), np.bool_))
-
-    @property
-    def ids(self) -> Ids:
-        """The item id of each row (N,)."""
-        return self.rows.ids[: len(self.alive)]
-
-    @property
-    def vectors(self) -> Embeddings:
-        """The vectors (N, D)."""
-        return self.rows.vectors[: len(self.alive)]
-
-    @property
-    def size(self) -> int:
-        """Number of items that are not removed."""
-        return int(self.alive.sum())
-
-    def changed(self, ids: Ids, vectors: Embeddings, removed: Ids) -> "Delta":
-        """A new delta with more items, whose ids exceed all others, and without `removed`."""
-        rows = self.rows
-        if rows.used != len(self.alive) or not rows.append(ids, vectors):
-            capacity = 2 * (len(self.alive) + len(ids))
-            rows = _Rows(self.ids, self.vectors, max(_FIRST_CAPACITY, capacity))
-            rows.append(ids, vectors)
-        alive = np.concatenate([self.alive, np.ones(len(ids), np.bool_)])
-        grown = Delta(rows, alive)
-        alive[grown.positions_of(removed)] = False
-        return grown
-
-    def positions_of(self, ids: Ids) -> NDArray[np.int64]:
-        """The rows of these items; ids that are not in the delta are omitted."""
-        found = find_sorted(ids, self.ids)
-        return found[found >= 0]
-
-    def nearest(
-        self, queries: Embeddings, k: int, among: NDArray[np.bool_] | None = None
-    ) -> tuple[Scores, Ids]:
-        """Scores and ids of the best rows for each query (Q, D), best first.
-
-        Both have the shape (Q, at most k); missing hits have id -1. `among` (N,) is a mask of the
-        rows to search; by default all of them.
-        """
-        chosen = self.alive if among is None else self.alive & among
-        shape = (len(queries), min(k, int(chosen.sum())))
-        scores, positions = np.empty(shape, np.float32), np.empty(shape, np.int64)
-        if not scores.size:
-            return scores, positions
-        bitmap = None if chosen.all() else packed_bits(chosen)
-        _inner_products(queries, self.vectors, scores, positions, bitmap)
-        return np.clip(scores, -1, 1), np.where(positions < 0, -1, self.ids[positions])
-
-
-def _inner_products(
-    queries: Embeddings,
-    vectors: Embeddings,
-    scores: Scores,
-    positions: Ids,
-    bitmap: NDArray[np.uint8] | None,
-) -> None:
-    """Compute the top inner products with FAISS without copying the vectors into an index."""
-    faiss.omp_set_num_threads(1 if len(queries) == 1 else core_count())
-    queries = np.ascontiguousarray(queries, dtype=np.float32)
-    faiss.knn_inner_product(
-        faiss.swig_ptr(queries),
-        faiss.swig_ptr(vectors),
-        vectors.shape[1],
-        len(queries),
-        len(vectors),
-        scores.shape[1],
-        faiss.swig_ptr(scores),
-        faiss.swig_ptr(positions),
-        None if bitmap is None else faiss.IDSelectorBitmap(bitmap),
-    )
 
 
 @dataclass(frozen=True)
@@ -206,6 +96,19 @@ class Changes:
         return found
 
 
+class Nearest(NamedTuple):
+    """The best items for each query, best first, ties by id.
+
+    scores, ids: shape (Q, at most k); missing hits have id -1.
+    certain: the number of leading hits (Q,) that no other item can precede. Later hits have the
+        score of the last one; if other items have it too, any of them may be there.
+    """
+
+    scores: Scores
+    ids: Ids
+    certain: Ids
+
+
 @dataclass(frozen=True, slots=True)
 class FilterMask:
     """The items that pass a filter: positions in the segment and a mask of the delta's rows."""
@@ -218,6 +121,9 @@ class FilterMask:
 class Snapshot:
     """The items of a state. `tombstones` marks the removed positions of the segment.
 
+    `hidden` marks the positions that the index must not return: for each content, the index
+    returns its first position as long as any of its items is not removed.
+
     The segment contains the items of `state.segment_seq`; None if there were no items. `changes`
     are read when a filter or a facet first needs them.
     """
@@ -227,6 +133,8 @@ class Snapshot:
     segment: Segment | None
     tombstones: Bits
     tombstone_count: int
+    hidden: Bits
+    hidden_count: int
     delta: Delta
     changes: Changes | None = None
 
@@ -234,17 +142,25 @@ class Snapshot:
     def load(cls, view: CatalogView, state: State, segment: Segment | None) -> "Snapshot":
         """Load the snapshot of a state: its open segment and all later changes."""
         delta = Delta.of(*view.added_since(state.segment_seq))
-        tombstones, count = empty_bits(0), 0
-        if segment is not None:
-            tombstones, count = segment.removed, segment.manifest.gone
-        loaded = cls(state, state.base, segment, tombstones, count, delta)
-        return loaded._with_tombstones(view.removed_since(state.segment_seq))
+        none = empty_bits(0)
+        loaded = cls(state, state.base, segment, none, 0, none, 0, delta)
+        if segment is None:
+            return loaded
+        removed = segment.removed.copy()
+        positions = segment.positions_of(view.removed_since(state.segment_seq))
+        put_bits(removed, positions[positions >= 0], True)
+        return loaded._with_tombstones(removed)
 
     def advanced(self, view: CatalogView, state: State) -> "Snapshot":
         """The snapshot of a later state with the same segment, even if a newer segment exists."""
         removed = view.removed_since(self.state.seq)
         delta = self.delta.changed(*view.added_since(self.state.seq), removed)
-        later = replace(self, state=state, delta=delta)._with_tombstones(removed)
+        later = replace(self, state=state, delta=delta)
+        if self.segment is not None and len(removed):
+            positions = self.segment.positions_of(removed)
+            tombstones = self.tombstones.copy()
+            put_bits(tombstones, positions[positions >= 0], True)
+            later = later._with_tombstones(tombstones)
         if self.changes is None:
             return later
         changes = self.changes.extended(*later._changes_since(view, self.state.seq))
@@ -327,13 +243,18 @@ class Snapshot:
         *,
         exact: bool = False,
         effort: int | None = None,
-    ) -> tuple[Scores, Ids]:
-        """Scores and ids of the best items for each query (Q, D), best first, ties by id.
+        copies: int | None = None,
+    ) -> Nearest:
+        """The best items for each query (Q, D).
 
-        Both have the shape (Q, at most k); missing hits have id -1. `effort` is efSearch or nprobe.
+        among: the items to search; None for all.
+        effort: efSearch or nprobe; None for the tuned one.
+        copies: at most this number of items with equal content, those with the lowest ids; None
+            for all.
         """
         if k < 1:  # an empty gallery limits k to 0
-            return np.empty((len(queries), 0), np.float32), np.empty((len(queries), 0), np.int64)
+            none = np.empty((len(queries), 0), np.int64)
+            return Nearest(none.astype(np.float32), none, np.zeros(len(queries), np.int64))
         if self.segment is not None and not len(self.delta.alive):
             scores, ids = self._in_segment(queries, k, among, exact, effort)
         else:
@@ -343,7 +264,72 @@ class Snapshot:
                 scores = np.concatenate([found[0], scores], axis=1)
                 ids = np.concatenate([found[1], ids], axis=1)
         scores, ids = _sorted(scores, ids, k)
-        return (scores, ids) if len(queries) == 1 else self._with_exact_ties(queries, scores, ids)
+        if len(queries) > 1:
+            scores, ids = self._with_exact_ties(queries, scores, ids)
+        certain = _certain(scores, ids, k)
+        if self.delta.has_copies or (self.segment is not None and self.segment.copies is not None):
+            return self._with_copies(Nearest(scores, ids, certain), k, among, copies or k)
+        return Nearest(scores, ids, certain)
+
+    def _with_copies(
+        self, firsts: Nearest, k: int, among: FilterMask | None, limit: int
+    ) -> Nearest:
+        """The `k` best items of the contents found, at most `limit` of each content."""
+        is_hit = firsts.ids >= 0
+        rows = np.full(firsts.ids.shape, -1, np.int64)
+        rows[is_hit] = self.rows_of(firsts.ids[is_hit])
+        has_copies = is_hit & self._have_copies(rows)
+        queries = np.flatnonzero(has_copies.any(axis=1)).tolist()
+        if not queries:
+            return firsts
+        missing = ((0, 0), (0, k - firsts.ids.shape[1]))
+        scores: Scores = np.pad(firsts.scores, missing, constant_values=-1)
+        ids: Ids = np.pad(firsts.ids, missing, constant_values=-1)
+        certain = firsts.certain.copy()
+        bits, later = self._allowed(among)
+        for query in queries:
+            listed: list[tuple[float, int]] = []  # the score, negated, and the id
+            hits = np.flatnonzero(is_hit[query]).tolist()
+            is_complete = certain[query] == len(hits)
+            for hit in hits:
+                score = -float(firsts.scores[query, hit])
+                if len(listed) >= k and score > listed[-1][0]:
+                    is_complete = True
+                    break
+                if has_copies[query, hit]:
+                    own = self._items_like(int(rows[query, hit]), bits, later)
+                    listed += [(score, item_id) for item_id in islice(own, limit)]
+                else:
+                    listed.append((score, int(firsts.ids[query, hit])))
+            listed = sorted(listed)[:k]
+            scores[query, : len(listed)] = [-score for score, _ in listed]
+            ids[query, : len(listed)] = [item_id for _, item_id in listed]
+            least = -float(firsts.scores[query, hits[-1]])
+            is_above = (score < least for score, _ in listed)
+            certain[query] = len(listed) if is_complete else sum(is_above)
+        return Nearest(scores, ids, certain)
+
+    def _have_copies(self, rows: Ids) -> NDArray[np.bool_]:
+        """Whether other items have the content that begins with each of these rows."""
+        later = rows - self.segment_size
+        found = (later >= 0) & self.delta.rows.is_copied[np.maximum(later, 0)]
+        if self.segment is not None and self.segment.copies is not None:
+            found |= self.segment.copies.content_of(rows) >= 0
+        return found
+
+    def _items_like(self, first: int, bits: Bits | None, later: NDArray[np.bool_]) -> Iterator[int]:
+        """The ids of the items with the content that begins with a row, ascending.
+
+        bits, later: the allowed positions of the segment and rows of the delta, as in `_allowed`.
+        """
+        if first >= self.segment_size:
+            rows = self.delta.rows_of(first - self.segment_size, later)
+            yield from (int(self.delta.ids[row]) for row in rows)
+        elif self.segment is not None and self.segment.copies is not None:
+            copies, row_ids = self.segment.copies, self.segment.row_ids
+            [content] = copies.content_of(np.array([first]))
+            for row in copies.rows_of(int(content), bits):
+                yield int(row_ids.of(np.array([row]))[0])
 
     def _with_exact_ties(self, queries: Embeddings, scores: Scores, ids: Ids) -> tuple[Scores, Ids]:
         """Recompute nearly equal scores, so that equal vectors have equal scores.
@@ -390,9 +376,13 @@ class Snapshot:
         assert self.segment is not None
         index, tuned = self.segment.index, self.segment.tuned
         chosen = tuned if effort is None else Effort(effort, tuned.k_factor)
-        if among is None and self.tombstone_count and not exact:
+        if among is None and self.hidden_count and not exact:
             return self._search_overfetched(queries, k, chosen)
-        bits, _ = self._allowed(among)
+        if among is None:
+            bits = ~self.hidden if self.hidden_count else None
+        else:
+            bits = among.segment & ~self.tombstones
+            bits = bits if self.segment.copies is None else self.segment.copies.folded(bits)
         if exact:
             scores, positions = index.exact(queries, k, bits)
             return scores, self._ids_at(positions)
@@ -401,13 +391,15 @@ class Snapshot:
     def _search_overfetched(
         self, queries: Embeddings, k: int, effort: Effort
     ) -> tuple[Scores, Ids]:
-        """Over-fetch and drop removed items: much faster than a FAISS search with a mask."""
+        """Over-fetch and drop hidden items: much faster than a FAISS search with a mask."""
         assert self.segment is not None
-        tombstones = self.tombstone_count - self.segment.unindexed
-        excess = 1 + int(_OVERFETCH * k * tombstones / self.segment.size)
-        wanted = k + min(excess, tombstones)
+        hidden = self.hidden_count - self.segment.unindexed
+        if hidden > _MAX_DROPPED * self.segment.size:
+            return self._search(queries, k, effort, ~self.hidden)
+        excess = 1 + int(_OVERFETCH * k * hidden / self.segment.size)
+        wanted = k + min(excess, hidden)
         scores, positions = self.segment.index.search(queries, wanted, effort)
-        is_removed = has_bits(self.tombstones, positions)
+        is_removed = has_bits(self.hidden, positions)
         is_removed |= positions < 0
         if not is_removed.any():
             return scores[:, :k], self._ids_at(positions[:, :k])
@@ -418,7 +410,7 @@ class Snapshot:
         ids = self._ids_at(np.take_along_axis(np.where(is_removed, -1, positions), order, axis=1))
         short = np.flatnonzero((ids < 0).any(axis=1))
         if len(short) and self.segment.size - self.tombstone_count > 0:
-            again = self._search(queries[short], k, effort, ~self.tombstones)
+            again = self._search(queries[short], k, effort, ~self.hidden)
             width = again[0].shape[1]
             scores[short, :width], ids[short, :width] = again
         return scores, ids
@@ -436,16 +428,24 @@ class Snapshot:
         is_missing = positions < 0
         return np.where(is_missing, -1, ids) if np.count_nonzero(is_missing) else ids
 
-    def _with_tombstones(self, removed: Ids) -> "Snapshot":
-        """This snapshot with the positions of more removed items marked."""
-        if self.segment is None or not len(removed):
-            return self
-        positions = self.segment.positions_of(removed)
-        tombstones = self.tombstones.copy()
-        put_bits(tombstones, positions[positions >= 0], True)
+    def _with_tombstones(self, tombstones: Bits) -> "Snapshot":
+        """This snapshot with these removed positions."""
+        assert self.segment is not None
+        count, hidden = _count(tombstones), tombstones
+        if self.segment.copies is not None:
+            hidden = ~self.segment.copies.folded(~tombstones)
         return replace(
-            self, tombstones=tombstones, tombstone_count=int(np.bitwise_count(tombstones).sum())
+            self,
+            tombstones=tombstones,
+            tombstone_count=count,
+            hidden=hidden,
+            hidden_count=count if hidden is tombstones else _count(hidden),
         )
+
+
+def _count(bits: Bits) -> int:
+    """Number of positions in a bitmap without positions beyond its size."""
+    return int(np.bitwise_count(bits).sum(dtype=np.int64))
 
 
 class _LoadedChanges(NamedTuple):
@@ -706,6 +706,15 @@ def open_segment(
 def _release(descriptor: int, on_release: Callable[[], None]) -> None:
     os.close(descriptor)
     on_release()
+
+
+def _certain(scores: Scores, ids: Ids, k: int) -> Ids:
+    """The number of leading hits (Q,) above the last one; all hits if fewer than `k` exist."""
+    found: Ids = np.count_nonzero(ids >= 0, axis=1)
+    if ids.shape[1] < k:
+        return found
+    above: Ids = np.count_nonzero(scores > scores[:, -1:], axis=1)
+    return np.where(found < k, found, above)
 
 
 def _sorted(scores: Scores, ids: Ids, k: int) -> tuple[Scores, Ids]:

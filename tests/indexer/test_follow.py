@@ -141,7 +141,7 @@ def test_a_damaged_index_is_not_brought_up_to_date(gallery) -> None:
     flipped(segment_of(gallery.path) / "index.faiss")
     change(gallery)
     manifest = gallery.compact(keep_removed_s=KEEP).manifest
-    assert manifest.trained_on == gallery.size
+    assert manifest.trained_on == gallery.size - manifest.copies
     assert recall(gallery) >= 0.93
 
 

@@ -306,3 +306,19 @@ def test_a_plan_says_the_memory_of_its_index_and_promises_no_more_than_it_can(
         planned(8_000, kind=kind, target_recall=1.0)
     exact = planned(3_000_000, target_recall=1)
     assert (exact.kind, exact.expected_recall) == ("flat", 1.0)
+
+
+def test_rows_added_after_others_were_removed_are_found_as_often(tmp_path, vectors) -> None:
+    old, new = np.arange(2500), np.arange(2500, N)
+    plan = plan_index(len(old), DIM, IndexSettings("ivf-pq", 1000))
+    index = SegmentIndex.build(plan, vectors, old)
+    index.save(tmp_path / "index.faiss")
+    moved = np.where(old % 3 == 0, -1, old)
+    updated = SegmentIndex.updated("ivf-pq", tmp_path / "index.faiss", vectors, len(old), moved)
+    updated = updated.extended(new)
+    every = Effort(updated.nlist, 1)
+    shares = []
+    for rows in (old[old % 3 > 0], new):
+        _, found = updated.search(vectors[rows], 10, every)
+        shares.append((found == rows[:, None]).any(axis=1).mean())
+    assert shares[1] > 0.9 * shares[0]

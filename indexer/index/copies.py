@@ -1,0 +1,101 @@
+"""Rows with equal content: the same image and the same vector.
+
+An index contains the first row of each content. A placeholder that a million items share then
+costs a search no more than any other image.
+"""
+
+from collections.abc import Iterator
+from functools import cached_property
+
+import numpy as np
+
+from kinlens.indexer.bits import Bits, empty_bits, has_bits, put_bits
+from kinlens.indexer.types import Ids, StoredRows, find_sorted
+
+_BLOCK = 65_536  # vectors that are read at a time
+_FIRST_BLOCK = 64  # few rows of a content are usually needed
+
+
+class Copies:
+    """The contents that several of `size` rows have, in the order of their first rows.
+
+    rows: the rows (C,), grouped by content, ascending within a content.
+    starts: the index in `rows` at which each content begins (G,).
+    """
+
+    def __init__(self, rows: Ids, starts: Ids, size: int) -> None:
+        self.rows = rows
+        self.starts = starts
+        self.firsts = rows[starts]
+        self._size = size
+        self._ends = np.append(starts[1:], len(rows))
+
+    @classmethod
+    def find(cls, vectors: StoredRows, rows: Ids, images: Ids, size: int) -> "Copies":
+        """The copies among the given rows (N,) of `vectors`.
+
+        images: equal numbers (N,) mark equal images. The vectors must be equal as well, since a
+            hash of an image may have been made up by its writer.
+        """
+        hashes = np.empty(len(rows), np.int64)
+        for start in range(0, len(rows), _BLOCK):
+            part = slice(start, start + _BLOCK)
+            hashes[part] = [hash(vector.tobytes()) for vector in vectors[rows[part]]]
+        order = np.lexsort((rows, hashes, images))
+        rows, hashes, images = rows[order], hashes[order], images[order]
+        differs = (hashes[1:] != hashes[:-1]) | (images[1:] != images[:-1])
+        starts = np.flatnonzero(np.append(True, differs))[: len(rows)]
+        sizes = np.diff(starts, append=len(rows))
+        firsts, is_copied = np.repeat(rows[starts], sizes), np.repeat(sizes > 1, sizes)
+        return cls.from_array(np.stack([firsts[is_copied], rows[is_copied]]), size)
+
+    @classmethod
+    def from_array(cls, pairs: Ids, size: int) -> "Copies":
+        """The copies from an array (2, C): the first row of the same content, and each row."""
+        firsts, rows = pairs[:, np.lexsort(pairs[::-1])]
+        return cls(rows, np.flatnonzero(np.diff(firsts, prepend=-1)), size)
+
+    def to_array(self) -> Ids:
+        """The array (2, C) of `from_array`."""
+        return np.stack([np.repeat(self.firsts, self._ends - self.starts), self.rows])
+
+    @property
+    def later(self) -> Ids:
+        """All rows but the first of each content."""
+        return np.delete(self.rows, self.starts)
+
+    def have(self, rows: Ids) -> bool:
+        """Whether any of these rows has a copy."""
+        return bool(has_bits(self._bits, rows).any())
+
+    def content_of(self, firsts: Ids) -> Ids:
+        """The content that begins with each of these rows, of any shape; -1 if none does."""
+        return find_sorted(firsts, self.firsts)
+
+    def rows_of(self, content: int, among: Bits | None) -> Iterator[int]:
+        """The rows of a content that are in the bitmap, ascending; all of them for None."""
+        start, end, block = int(self.starts[content]), int(self._ends[content]), _FIRST_BLOCK
+        while start < end:
+            rows = self.rows[start : min(start + block, end)]
+            yield from (rows if among is None else rows[has_bits(among, rows)]).tolist()
+            start, block = start + block, 2 * block
+
+    def folded(self, bits: Bits) -> Bits:
+        """The bitmap with the first row of each content in place of all its rows."""
+        found = bits & ~self._later_bits
+        if len(self.rows):
+            has_any = np.logical_or.reduceat(has_bits(bits, self.rows), self.starts)
+            put_bits(found, self.firsts, has_any)
+        return found
+
+    @cached_property
+    def _bits(self) -> Bits:
+        bits = empty_bits(self._size)
+        put_bits(bits, self.rows, True)
+        return bits
+
+    @cached_property
+    def _later_bits(self) -> Bits:
+        bits = self._bits.copy()
+        put_bits(bits, self.firsts, False)
+        return bits

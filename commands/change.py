@@ -1,6 +1,6 @@
 """kinlens-index update, remove, unremove: change the items of a gallery."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -106,13 +106,27 @@ def update(
             report = Updated(len(changes), store.update(changes))
         stores.compact_if_due(store, False)
         print_report(report, json, f"{report.changed:,} of {report.named:,} items changed.")
-        for text in assign or () if report.changed else ():
-            name, _, value = text.partition("=")
-            if name in values and name not in schema and not json and _is_number(value):
-                err.print(
-                    f"{name} is new and is a text; for numbers write {name}:number={value}",
-                    soft_wrap=True,
-                )
+        if not json:
+            for hint in _hints(values, assign if report.changed else None, schema):
+                err.print(hint, soft_wrap=True)
+
+
+def _hints(
+    values: Mapping[str, AttributeValue | None], assign: Sequence[str] | None, schema: Schema
+) -> Iterator[str]:
+    """What was done may not be what was meant: unknown names, and empty texts or numbers as texts
+    in what was changed by `assign`.
+    """
+    for name, value in values.items():
+        if value is None and name not in schema:
+            known = ", ".join(schema) or "none"
+            yield f"--unset {name}: the gallery has no such attribute; it has {known}."
+        if value == "":
+            yield f"{name} is an empty text. To remove it, write --unset {name}"
+    for text in assign or ():
+        name, _, written = text.partition("=")
+        if name in values and name not in schema and _is_number(written):
+            yield f"{name} is new and is a text; for numbers write {name}:number={written}"
 
 
 @app.command(epilog="Example: kinlens-index remove galleries/shop --where 'sale = true' --dry-run")
@@ -196,7 +210,10 @@ def assigned(
 def _assignment(text: str, schema: Schema) -> tuple[str, AttributeValue]:
     typed, equals, value = text.partition("=")
     if not equals:
-        raise InvalidParameterError(f"--set {text}: there is no '='. Write --set name=value.")
+        raise InvalidParameterError(
+            f"--set {text}: there is no '='. Write --set {text}=VALUE, or --unset {text} to remove "
+            "the value."
+        )
     if typed.strip() in schema:
         name, found = typed.strip(), Typed(schema[typed.strip()])
     else:
@@ -204,12 +221,18 @@ def _assignment(text: str, schema: Schema) -> tuple[str, AttributeValue]:
             name, found = split_kind(typed)
         except ValueError as error:
             raise InvalidParameterError(f"--set {text}: {error}=value.") from error
+    if not name:
+        raise InvalidParameterError(
+            f"--set {text}: there is no name before the '='. Write --set NAME={value or 'VALUE'}."
+        )
     try:
         return name, found._replace(kind=found.kind or schema.get(name, "text")).value_of(value)
     except ValueError as error:
-        kind = DATE if found.is_date else found.kind
+        kind = DATE if found.is_date else found.kind or schema.get(name)
+        is_empty = not value.strip() and name in schema
+        cure = "" if not is_empty else f" To remove the value, write --unset {name}."
         raise InvalidParameterError(
-            f"--set {text}: {name} is a {kind} and cannot be {value!r}: {error}."
+            f"--set {text}: {name} is a {kind} and cannot be {value!r}: {error}.{cure}"
         ) from error
 
 

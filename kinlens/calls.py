@@ -319,15 +319,16 @@ def _content(image: Any) -> bytes:
     content = image
     try:
         if isinstance(image, str | os.PathLike):
-            content = Path(image).read_bytes()
-        elif hasattr(image, "read"):
+            return _file_content(os.fsdecode(image))
+        if hasattr(image, "read"):
             content = image.read()
         elif hasattr(image, "tobytes") and not isinstance(image, memoryview):
             content = _encoded(image)
-    except (OSError, ValueError) as error:  # ValueError: a closed file, a NUL in a path
+    except (OSError, ValueError) as error:  # ValueError: a closed file
+        reason = getattr(error, "strerror", None) or error
         raise ImageReadError(
-            f"The image {image!r:.{_SHOWN}} cannot be read: {error}. Send the path of an existing "
-            "file, its bytes, or a file opened with 'rb'."
+            f"The image {image!r:.{_SHOWN}} cannot be read: {reason}. Send the path of a file, its "
+            "bytes, or a file opened with 'rb'."
         ) from error
     if not isinstance(content, bytes | bytearray | memoryview):
         raise ArgumentError(
@@ -336,6 +337,21 @@ def _content(image: Any) -> bytes:
             "opened with 'rb'."
         )
     return bytes(content)
+
+
+def _file_content(path: str) -> bytes:
+    """Raises: ImageReadError naming a path that does not exist, is a folder or cannot be read."""
+    try:
+        if path:
+            return Path(path).read_bytes()
+        fault = "has an empty path"
+    except (FileNotFoundError, NotADirectoryError):
+        fault = "does not exist"
+    except IsADirectoryError:
+        fault = "is a folder"
+    except (OSError, ValueError) as error:  # ValueError: a NUL in a path
+        fault = f"cannot be read: {getattr(error, 'strerror', None) or 'its path has a zero byte'}"
+    raise ImageReadError(f"The image {path!r:.{_SHOWN}} {fault}. Send the path of an image file.")
 
 
 def _encoded(image: Any) -> bytes:

@@ -1,5 +1,7 @@
 """Bundles and galleries in the caller's process, without a service."""
 
+import os
+import stat
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -33,9 +35,11 @@ def load_bundle(path: Path | str, *, device: Device = "cpu") -> "OnnxEmbedder":
     """
     try:
         from kinlens.embedder.engines.models import SessionSettings
+        from kinlens.embedder.errors import BundleNotFoundError
         from kinlens.embedder.session import OnnxEmbedder
     except ModuleNotFoundError as missing:
         raise _needs("kinlens.load_bundle", missing) from None
+    _check_folder(path, BundleNotFoundError)
     return OnnxEmbedder.open(path, SessionSettings(device=device))
 
 
@@ -64,7 +68,7 @@ def open_gallery(
         ['photo.jpg', 'second.jpg', 'third.jpg']
     """
     try:
-        from kinlens.embedder.errors import InvalidParameterError
+        from kinlens.embedder.errors import GalleryNotFoundError, InvalidParameterError
         from kinlens.embedder.session import check_precision
         from kinlens.indexer.gallery import Gallery
     except ModuleNotFoundError as missing:
@@ -74,11 +78,25 @@ def open_gallery(
             f"path = {path} is a gallery in Milvus; open it with kinlens.indexer.gallery."
             "open_remote, or give the folder of a gallery."
         )
+    _check_folder(path, GalleryNotFoundError)
     expected = None if bundle is None else bundle.bundle_id
     gallery = Gallery.open(path, expected_bundle_id=expected, device=device)
     if bundle is not None:
         check_precision(gallery, bundle)
     return gallery
+
+
+def _check_folder(path: Path | str, kind: type[Exception]) -> None:
+    """Raises: `kind` for a path that is a file or cannot be read; others name a missing one."""
+    try:
+        is_folder = stat.S_ISDIR(os.stat(path).st_mode)  # noqa: PTH116 (Path hides a zero byte)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "it has a zero byte"
+        raise kind(f"path = {str(path)!r} cannot be read: {reason}. Use another path.") from error
+    if not is_folder:
+        raise kind(f"path = {str(path)!r} is a file. Use the folder that the file is in.")
 
 
 def _needs(function: str, missing: ModuleNotFoundError) -> ModuleNotFoundError:

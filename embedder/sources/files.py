@@ -26,5 +26,5 @@ def read_file(path: Path | str, max_bytes: int) -> bytes:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise SourceError(f"{name} does not exist. Check the name of the image.") from error
     except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
-        reason = getattr(error, "strerror", None) or error
+        reason = getattr(error, "strerror", None) or "it has a zero byte"
         raise SourceError(f"{name} cannot be read: {reason}. Check the name and rights.") from error

@@ -15,8 +15,10 @@ import pandas as pd
 import pytest
 from PIL import Image, ImageOps
 
+import kinlens
 from kinlens import errors
 from kinlens.client import AsyncClient, Client, NewItem, Query
+from kinlens.embedder.errors import KinlensError
 from tests.support.shops import Shop, start_shop
 from tests.tiny import encoded, photo
 
@@ -538,3 +540,36 @@ def test_what_cannot_be_sent_is_a_client_error(call, expected, ask) -> None:
         ask(call, answers)
     assert type(caught.value) is expected
     assert answers.requests == []
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("nope.jpg", "does not exist"),
+        ("file/x.jpg", "does not exist"),
+        ("", "is a folder"),
+        (f"{'x' * 300}.jpg", "cannot be read: File name too long"),
+        ("a\0b", "cannot be read"),
+    ],
+)
+def test_a_path_that_cannot_be_read_is_named_with_its_fault(name, fault, ask, tmp_path) -> None:
+    (tmp_path / "file").touch()
+    path = f"{tmp_path}/{name}".rstrip("/")
+    for call in (
+        lambda c: c.search(path),
+        lambda c: c.search([b"x", Path(path)]),
+        lambda c: c.search_batch([Query(path)]),
+        lambda c: c.put("g", "k", path),
+        lambda c: c.put_many("g", [NewItem("k", path)]),
+    ):
+        with pytest.raises(errors.ImageReadError, match=fault) as caught:
+            ask(call, Answers(problem(404)))
+        assert repr(path)[:150] in str(caught.value)
+        assert "Errno" not in str(caught.value)
+    for opening in (kinlens.load_bundle, kinlens.open_gallery):
+        with pytest.raises(KinlensError) as refused:
+            opening(path)
+        assert str(tmp_path) in str(refused.value)
+        assert "Errno" not in str(refused.value)
+        with pytest.raises(KinlensError, match="is a file"):
+            opening(tmp_path / "file")

@@ -168,7 +168,10 @@ def test_a_change_that_cannot_be_made_is_refused_and_changes_nothing(run, priced
     for arguments, message in (
         (["--set", "price=cheap"], "price is a number and cannot be 'cheap': expected a finite"),
         (["--set", "price:text=1"], "'price' is a number"),
-        (["--set", "price"], "--set price: there is no '='. Write --set name=value."),
+        (["--set", "price"], "Write --set price=VALUE, or --unset price to remove the value."),
+        (["--set", "price="], "To remove the value, write --unset price."),
+        (["--set", "price:date="], "expected a date such as"),
+        (["--set", "=5"], "--set =5: there is no name before the '='. Write --set NAME=5."),
         (["--set", "price=1", "--unset", "price"], "price occurs twice"),
         (["gone", "--set", "price=1"], "'gone'"),
     ):

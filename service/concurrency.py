@@ -77,7 +77,7 @@ class DaemonThreads:
             OrderedDict()
         )
         self._lock = threading.RLock()
-        self._idle: list[threading.Condition] = []  # one per idle thread, most recently used last
+        self._idle: list[threading.Lock] = []  # releasing one wakes the thread that waits for it
         self._closed = False
 
     @property
@@ -115,8 +115,9 @@ class DaemonThreads:
             missing = len(self._waiting) - len(self._idle)
             for _ in range(min(self._count - len(self._threads), missing)):
                 self._start_thread()
-            if self._idle:
-                self._idle.pop().notify()
+            wake = self._idle.pop() if self._idle else None  # the most recently used one
+        if wake is not None:
+            wake.release()
         future.add_done_callback(self._forget)
         return future
 
@@ -125,8 +126,8 @@ class DaemonThreads:
         with self._lock:
             self._closed = True
             dropped = list(self._waiting)
-            for idle in self._idle:
-                idle.notify()
+            while self._idle:
+                self._idle.pop().release()
         for future in dropped:
             future.cancel()
         deadline = time.monotonic() + _CLOSE_S
@@ -152,13 +153,18 @@ class DaemonThreads:
 
     def _call_next(self, own: threading.Thread) -> bool:
         with self._lock:
-            while (future := self._next()) is None and not self._closed:
-                self._idle.append(wake := threading.Condition(self._lock))
-                wake.wait()
+            future = self._next()
             if future is None:
-                return False
-            work, subject = self._waiting.pop(future)
-            self._running[own] = time.monotonic(), subject
+                if self._closed:
+                    return False
+                self._idle.append(wake := threading.Lock())
+                wake.acquire()
+            else:
+                work, subject = self._waiting.pop(future)
+                self._running[own] = time.monotonic(), subject
+        if future is None:
+            wake.acquire()
+            return True
         if future.set_running_or_notify_cancel():
             try:
                 future.set_result(work())
@@ -169,7 +175,7 @@ class DaemonThreads:
         with self._lock:
             del self._running[own]
             if own not in self._threads and self._idle:  # calls may have waited for this subject
-                self._idle.pop().notify()
+                self._idle.pop().release()
         return True
 
     def _next(self) -> Future[Any] | None:
@@ -224,8 +230,7 @@ class BoundedPool:
         self._limit = workers + queue_size
         self._held: Counter[str] = Counter()
         self._lock = threading.Lock()
-        self._permits = threading.BoundedSemaphore(self._limit)
-        self._urgent_permits = threading.BoundedSemaphore(self._limit)
+        self._free = {False: self._limit, True: self._limit}  # permits of calls, of urgent ones
         self._threads = DaemonThreads(name, workers, overdue_s, per_subject)
 
     @property
@@ -259,7 +264,8 @@ class BoundedPool:
         with contextlib.ExitStack() as cleanup:
             cleanup.callback(after)
             if not bulk:
-                cleanup.enter_context(self.permit(urgent=urgent))
+                self._take(urgent)
+                cleanup.callback(self._give, urgent)
             if subject is not None:
                 cleanup.enter_context(self._share(subject, bulk))
             future = self._threads.submit(work, urgent=urgent, subject=subject)
@@ -268,21 +274,29 @@ class BoundedPool:
         return await asyncio.wrap_future(future)
 
     @contextlib.contextmanager
-    def permit(self, *, urgent: bool = False) -> Iterator[None]:
+    def permit(self) -> Iterator[None]:
         """Hold one permit, for example for all bulk calls of a request.
 
         Raises: OverloadedError if none is free.
         """
-        permits = self._urgent_permits if urgent else self._permits
-        if not permits.acquire(blocking=False):
-            raise OverloadedError(
-                f"{self._limit} requests are in the {self._name} stage, which is its limit. "
-                "Try again in a second."
-            )
+        self._take(urgent=False)
         try:
             yield
         finally:
-            permits.release()
+            self._give(urgent=False)
+
+    def _take(self, urgent: bool) -> None:
+        with self._lock:
+            if not self._free[urgent]:
+                raise OverloadedError(
+                    f"{self._limit} requests are in the {self._name} stage, which is its limit. "
+                    "Try again in a second."
+                )
+            self._free[urgent] -= 1
+
+    def _give(self, urgent: bool) -> None:
+        with self._lock:
+            self._free[urgent] += 1
 
     @contextlib.contextmanager
     def _share(self, subject: str, bulk: bool) -> Iterator[None]:

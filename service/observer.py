@@ -25,6 +25,7 @@ from kinlens.service.galleries.registry import Registry
 from kinlens.service.health import Health
 from kinlens.service.observe.logs import dropped_lines
 from kinlens.service.observe.metrics import Described, Metrics
+from kinlens.service.search.pipeline import Pipeline
 
 _RENDER_S = 5.0
 _LIMIT_S = 0.5  # for each value, so a scrape ends before its timeout
@@ -207,9 +208,17 @@ def _families(samples: Iterable[Sample]) -> list[GaugeMetricFamily]:
 
 
 def publish(
-    metrics: Metrics, search_threads: SearchThreads, models: Models, cache: Cache, health: Health
+    metrics: Metrics,
+    search_threads: SearchThreads,
+    searching: Pipeline,
+    models: Models,
+    cache: Cache,
+    health: Health,
 ) -> None:
     """Register the gauges that are read on each scrape."""
+    metrics.gauge(
+        "kinlens_searches_in_flight", "Searches being answered.", lambda: searching.in_flight
+    )
     metrics.gauge(
         "kinlens_queue_depth",
         "Searches waiting for a search thread.",

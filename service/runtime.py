@@ -117,7 +117,9 @@ class Runtime:
             self.metrics, self.registry, self.models, self.health, count_jobs, state
         )
         self.metrics.add(self.observer, FAMILIES)
-        publish(self.metrics, self.search_threads, self.models, self.cache, self.health)
+        publish(
+            self.metrics, self.search_threads, self.searching, self.models, self.cache, self.health
+        )
 
     def _connect(self, backend: Backend) -> Model:
         batch_size, on_batch = self.settings.images_at_once(), self.metrics.batch_size.observe

@@ -6,8 +6,6 @@ The admission sets the binding once per request. The registry applies it to ever
 a route cannot forget it. Background work has no binding.
 """
 
-import contextlib
-from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 
@@ -50,11 +48,6 @@ def of_caller() -> Binding:
     return _OF_CALLER.get()
 
 
-@contextlib.contextmanager
-def calling(binding: Binding) -> Iterator[None]:
-    """Apply this binding inside the block, including tasks and pool calls that it starts."""
-    before = _OF_CALLER.set(binding)
-    try:
-        yield
-    finally:
-        _OF_CALLER.reset(before)
+def set_caller(binding: Binding) -> None:
+    """Apply this binding to the rest of this request, including the pool calls that it starts."""
+    _OF_CALLER.set(binding)

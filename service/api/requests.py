@@ -66,7 +66,7 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _keeps_few_unknown(cls, value: Any) -> Any:
-        if not isinstance(value, dict) or len(value) <= len(cls.model_fields) + _UNKNOWN_KEPT:
+        if not isinstance(value, dict) or len(value) <= _UNKNOWN_KEPT:
             return value
         unknown = [name for name in value if name not in cls.model_fields][:_UNKNOWN_KEPT]
         return {name: value[name] for name in (*cls.model_fields, *unknown) if name in value}
@@ -358,8 +358,8 @@ class SearchFields(Strict):
             isinstance(self.filter, str) and len(self.filter) <= _SHORT_FILTER
         )
 
-    def query(self) -> Query:
-        """Convert to a query. Raises: FilterError."""
+    def query(self, **more: Any) -> Query:
+        """Convert to a query with `more` of its fields. Raises: FilterError."""
         grouping = Grouping(self.group_by, self.group_size or 1) if self.group_by else None
         return Query(
             k=self.k or Settings.default_k,
@@ -374,6 +374,7 @@ class SearchFields(Strict):
             diversity=self.diversity or 0.0,
             boost=types.boost_of(self.boost) if self.boost else None,
             sort_by=types.sort_by_of(self.sort_by) if self.sort_by else None,
+            **more,
         )
 
 
@@ -413,15 +414,14 @@ class SearchRequest(SearchFields):
             )
         return self
 
-    def query(self) -> Query:
+    def query(self, **more: Any) -> Query:
         """Convert to a query. Raises: FilterError, InvalidParameterError."""
         views = sum([max(1, len(image.crops)) for image in self.images])
         _check(_VIEWS, views, Settings.max_views)
         if self.combine == "best":
             depth = (self.offset or 0) + (self.k or Settings.default_k)
             _check("hits", views * depth * (self.group_size or 1), MAX_HITS)
-        return replace(
-            super().query(),
+        return super().query(
             views=tuple(
                 [
                     view
@@ -433,6 +433,7 @@ class SearchRequest(SearchFields):
             negatives=tuple(dict.fromkeys(self.negatives)),
             gallery=self.gallery,
             best_view=self.combine == "best",
+            **more,
         )
 
 

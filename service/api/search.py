@@ -36,6 +36,7 @@ from kinlens.service.search.explanation import explain
 from kinlens.service.search.query import Answer, Query
 from kinlens.service.settings import Settings
 
+_STAGES = tuple(models.Timings.model_fields)
 _HEADERS = {"Cache-Control": "no-store"}
 _SIMILAR = (*FAILURES, errors.ItemNotFoundError, errors.FilterError)
 _SEARCH = (*_SIMILAR, *IMAGE_FAILURES, errors.SearchError)
@@ -322,4 +323,4 @@ def _answer_id(answer: Answer, feedback: FeedbackStore, like: str) -> str | None
 
 
 def _timings(answer: Answer) -> dict[str, float]:
-    return {name: round(getattr(answer.stages, name), 3) for name in models.Timings.model_fields}
+    return {name: round(getattr(answer.stages, name), 3) for name in _STAGES}

@@ -7,11 +7,10 @@ each other's links, and a revoked or rotated key ends its links. Whoever knows t
 well, which gives them nothing: a link shows an image only as long as the key itself would.
 """
 
-import contextlib
 import hmac
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from urllib.parse import quote, unquote
@@ -34,14 +33,9 @@ _IN_RESULTS = re.compile(
 _SIGNER: ContextVar[Key | None] = ContextVar("kinlens_signer", default=None)
 
 
-@contextlib.contextmanager
-def signing(key: Key | None) -> Iterator[None]:
-    """Sign the image links that are made inside the block for `key`, or none."""
-    before = _SIGNER.set(key)
-    try:
-        yield
-    finally:
-        _SIGNER.reset(before)
+def set_signer(key: Key | None) -> None:
+    """Sign the image links of the rest of this request for `key`, or none."""
+    _SIGNER.set(key)
 
 
 def plain_link(gallery: str, item_id: int, generation: str) -> str:

@@ -51,6 +51,7 @@ _VERSIONS = frozenset({"1.0", "1.1", "2", "3"})
 _KEYS_BYTES = 2**20
 _PLAIN_BYTES = 16 * 2**10  # small, since it is parsed on the event loop
 _DRAIN_S = 5.0
+_WATCH_AFTER_S = 0.02
 _CODINGS = ("gzip", "deflate")
 _INFLATE_STEP = 2**18  # bytes inflated at once on the event loop; takes about 1 ms
 _GZIP_OR_ZLIB, _RAW_DEFLATE = 47, -15
@@ -173,7 +174,7 @@ class _Body:
             if message["type"] == "http.response.start" and not self._is_complete:
                 is_early = True
                 # A client that waits for 100 Continue sends nothing, and a slow one takes long.
-                waits = Headers(scope=self._scope).get("expect", "").lower() == "100-continue"
+                waits = header(self._scope, b"expect").lower() == "100-continue"
                 is_drained = not waits and message["status"] != HTTPStatus.REQUEST_TIMEOUT
                 MutableHeaders(scope=message)["Connection"] = "close"
             elif is_early and not message.get("more_body", False):
@@ -200,7 +201,7 @@ class _Body:
                 f"{' or '.join(_CODINGS)}, or the body as it is.",
                 {"Accept-Encoding": ", ".join(_CODINGS)},
             )
-        claimed = Headers(scope=self._scope).get("content-length", "")
+        claimed = header(self._scope, b"content-length")
         if claimed.isdecimal() and int(claimed) > self._max_bytes:
             self._refuse_size(f"{int(claimed):,} bytes")
 
@@ -295,8 +296,8 @@ class _Body:
 
 def _has_body(scope: Scope) -> bool:
     """Whether the headers of the request declare a body."""
-    headers = Headers(scope=scope)
-    return "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
+    names = [name for name, value in scope["headers"] if value != b"0"]
+    return b"content-length" in names or b"transfer-encoding" in names
 
 
 def refusal_of_head(scope: Scope) -> tuple[ProblemType, str] | None:
@@ -325,14 +326,25 @@ def refusal_of_head(scope: Scope) -> tuple[ProblemType, str] | None:
 
 def _coding(scope: Scope) -> str:
     """The Content-Encoding of a body; empty if it is sent as it is."""
+    if not header(scope, b"content-encoding"):
+        return ""
     sent = ",".join(Headers(scope=scope).getlist("content-encoding")).lower().split(",")
     codings = [{"identity": "", "x-gzip": "gzip"}.get(each, each) for each in map(str.strip, sent)]
     return ", ".join(filter(None, codings))
 
 
+def header(scope: Scope, name: bytes) -> str:
+    """The first value of a header; empty without it."""
+    for sent, value in scope["headers"]:
+        if sent == name:
+            text: str = value.decode("latin-1")
+            return text
+    return ""
+
+
 def media_type_of(scope: Scope) -> str:
     """The content type without its parameters, in lowercase."""
-    return Headers(scope=scope).get("content-type", "").partition(";")[0].strip().lower()
+    return header(scope, b"content-type").partition(";")[0].strip().lower()
 
 
 def _is_json(media_type: str) -> bool:
@@ -346,6 +358,7 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """
     working = asyncio.current_task()
     assert working is not None
+    watching: asyncio.Task[None] | None = None
     is_disconnected = False
 
     async def watch() -> None:
@@ -355,7 +368,12 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
         is_disconnected = True
         working.cancel()
 
-    watching = asyncio.create_task(watch())
+    def begin() -> None:
+        nonlocal watching
+        watching = asyncio.create_task(watch())
+
+    # A task costs more than most answers from the cache.
+    timer = asyncio.get_running_loop().call_later(_WATCH_AFTER_S, begin)
     try:
         return await work
     except asyncio.CancelledError:
@@ -365,7 +383,9 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
             ) from None
         raise
     finally:
-        watching.cancel()
+        timer.cancel()
+        if watching is not None:
+            watching.cancel()
 
 
 def parse_json(body: bytes) -> Any:
@@ -401,12 +421,22 @@ async def read_body(request: Request, *kinds: str) -> tuple[bytes, str]:
 
     Raises: HTTPException (415), RefusedError.
     """
-    body, sent = await request.body(), media_type_of(request.scope)
+    body, sent = await _whole_body(request), media_type_of(request.scope)
     kind = IMAGE if sent.startswith("image/") else sent
     if kind not in kinds:
         text = f"Content-Type = {sent[:_SHOWN]!r} is not supported here; send {', '.join(kinds)}."
         raise HTTPException(415, text)
     return body, kind
+
+
+async def _whole_body(request: Request) -> bytes:
+    parts: list[bytes] = []
+    more = True
+    while more:
+        message = await request.receive()
+        parts.append(message.get("body", b""))
+        more = message.get("more_body", False)
+    return b"".join(parts)
 
 
 async def off_loop(request: Request, work: Callable[[], T]) -> T:

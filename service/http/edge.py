@@ -4,6 +4,7 @@ BodyLimit ─► Edge ─► CORS ─► Compression ─► router
              400, 308
 """
 
+import functools
 import random
 import re
 import time
@@ -17,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kinlens.service.access.prefix import forwarded_prefix, public_path, set_prefix
 from kinlens.service.access.rates import Account, Addresses, client_address
-from kinlens.service.http.bodies import refusal_of_head
+from kinlens.service.http.bodies import header, refusal_of_head
 from kinlens.service.observe.metrics import Metrics
 from kinlens.service.observe.tracing import trace_fields
 from kinlens.service.problems import BAD_REQUEST, UNKNOWN_HOST, problem, request_id_of
@@ -29,6 +30,7 @@ _SLASHED = ("/admin/", "/docs/")  # pages with a wrong slash at the end
 _THIS_MACHINE = ("127.0.0.0/8", "::1")
 _UNMATCHED = "unmatched"
 _SHOWN_CHARACTERS = 64
+_KNOWN_CODINGS = 64
 _IDS = random.Random()  # ids are not secrets, and this needs no system call per request
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _HOST = re.compile(r"(\[[^\]]+\]|[^:\[\]]+)(:\d+)?")
@@ -101,11 +103,11 @@ class Edge:
             await send(message)
 
         traced = trace_fields() if self._is_traced else {}
-        with structlog.contextvars.bound_contextvars(request_id=request_id, **traced):
-            try:
-                await self._pass(scope, receive, observe)
-            finally:
-                report()
+        structlog.contextvars.bind_contextvars(request_id=request_id, **traced)
+        try:
+            await self._pass(scope, receive, observe)
+        finally:
+            report()
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_bare = self._remove_prefix(scope)
@@ -132,8 +134,9 @@ class Edge:
         A prefix in a header is never removed: a client could send it to get past a proxy that
         blocks paths.
         """
-        prefix, headers = self._prefix, Headers(scope=scope).getlist("x-forwarded-prefix")
-        sent = forwarded_prefix(headers) if headers and self._prefixing.trusts(scope) else None
+        prefix, sent = self._prefix, None
+        if header(scope, b"x-forwarded-prefix") and self._prefixing.trusts(scope):
+            sent = forwarded_prefix(Headers(scope=scope).getlist("x-forwarded-prefix"))
         set_prefix(prefix if sent is None else sent)
         path = scope["path"]
         if not prefix or not f"{path}/".startswith(f"{prefix}/"):
@@ -178,7 +181,7 @@ class Edge:
         message["headers"] = [
             *message.get("headers", ()),
             (b"x-request-id", state["request_id"].encode()),
-            *[header for header in self._headers if header[0] not in sent],
+            *[each for each in self._headers if each[0] not in sent],
         ]
         account: Account | None = state.get("account")
         if account is not None and (verdict := account.verdict).amount is not None:
@@ -207,10 +210,11 @@ class Edge:
         )
 
 
-def accepts_gzip(header: str) -> bool:
+@functools.lru_cache(_KNOWN_CODINGS)
+def accepts_gzip(value: str) -> bool:
     """Whether the value of an Accept-Encoding header permits gzip."""
     qualities = {}
-    for part in header.lower().split(","):
+    for part in value.lower().split(","):
         coding, _, quality = part.replace(" ", "").partition(";q=")
         qualities[coding] = bool(re.sub(r"[0.]", "", quality or "1"))
     return qualities.get("gzip", qualities.get("x-gzip", qualities.get("*", False)))
@@ -224,14 +228,15 @@ class Compression:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
+            value = header(scope, b"accept-encoding")
             # The middleware only looks for the word gzip, also in `gzip;q=0`.
-            headers = [header for header in scope["headers"] if header[0] != b"accept-encoding"]
-            if accepts_gzip(Headers(scope=scope).get("accept-encoding", "")):
-                headers.append((b"accept-encoding", b"gzip"))
-            scope = {**scope, "headers": headers}
+            if accepts_gzip(value) != ("gzip" in value):
+                coding = b"identity" if "gzip" in value else b"gzip"
+                others = [each for each in scope["headers"] if each[0] != b"accept-encoding"]
+                scope = {**scope, "headers": [*others, (b"accept-encoding", coding)]}
         await self._app(scope, receive, send)
 
 
 def _request_id(scope: Scope) -> str:
-    given = Headers(scope=scope).get("x-request-id", "")
+    given = header(scope, b"x-request-id")
     return given if _REQUEST_ID.fullmatch(given) else f"{_IDS.getrandbits(128):032x}"

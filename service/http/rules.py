@@ -30,7 +30,7 @@ from kinlens.embedder import errors
 from kinlens.embedder.errors import AccessError, KeyMissingError, KinlensError, StateError
 from kinlens.service.access import keys
 from kinlens.service.access.audit import AuditLog, Change, warn
-from kinlens.service.access.binding import EVERYTHING, calling
+from kinlens.service.access.binding import EVERYTHING, set_caller
 from kinlens.service.access.keys import FreshKeys, KeyStore
 from kinlens.service.access.rates import Account, RateLimits, client_address
 from kinlens.service.concurrency import BoundedPool
@@ -139,9 +139,9 @@ class Route(APIRoute):
         try:
             key = await admission.admit(request, self.rule)
             # Also without a key: a server may start a request in the context of another.
-            binding = EVERYTHING if key is None else key.binding()
-            with calling(binding), admission.signing(key):
-                return await handler(request)
+            set_caller(EVERYTHING if key is None else key.binding())
+            links.set_signer(key if admission.signs else None)
+            return await handler(request)
         except Exception as error:
             return await from_error(request, error)
 
@@ -164,6 +164,7 @@ class Admission:
     """Admits a request if the scopes of its caller and its rate allow it.
 
     - A caller without a key has the anonymous scopes of the settings.
+    - `signs` is whether image links are signed for the key of the caller.
     - `scope["state"]` gets the `account`, and with a key the `key` and its name as `principal`.
     """
 
@@ -179,13 +180,9 @@ class Admission:
         self._per_key = settings.rate_limit_per_key
         self._audit = audit
         self._writers = BoundedPool("audit", 1, _UNWRITTEN)
-        self._signs = settings.image_links == "signed"
+        self.signs = settings.image_links == "signed"
         self._anonymous = keys.allowed(settings.anonymous_scopes)
         self._origins = frozenset(settings.cors_origins)
-
-    def signing(self, key: keys.Key | None) -> contextlib.AbstractContextManager[None]:
-        """Sign image links for `key`, if there is one and the settings say so."""
-        return links.signing(key if self._signs else None)
 
     async def admit(self, request: Request, rule: Rule) -> keys.Key | None:
         """The key of the caller; None without one. Raises: KinlensError for a refusal."""
@@ -291,7 +288,7 @@ class Admission:
 
     def _signed_link(self, scope: Scope) -> dict[str, str] | None:
         """The query of a signed image link, or None for any other request."""
-        if not self._signs or not scope["state"]["route"].path.endswith(links.IMAGE_OF_ITEM):
+        if not self.signs or not scope["state"]["route"].path.endswith(links.IMAGE_OF_ITEM):
             return None
         query = dict(parse_qsl(scope["query_string"].decode("latin-1")))
         return query if "signed_by" in query else None

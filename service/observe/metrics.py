@@ -59,7 +59,6 @@ class Metrics:
         self.rate_limited = self._counter(
             "kinlens_rate_limited", "Requests refused by the rate of a `key` or an `address`.", "by"
         )
-        self.in_flight = self._gauge("kinlens_searches_in_flight", "Searches being answered.")
         self.stage_seconds = self._histogram(
             "kinlens_stage_seconds",
             "Time of each stage of a search. `cache`: lookups in this process and in Redis; "
@@ -113,6 +112,8 @@ class Metrics:
         self.milvus_failures = self._counter(
             "kinlens_milvus_failures", "Requests that Milvus did not answer or refused.", "call"
         )
+        self._requests: dict[tuple[str, str, int], tuple[Counter, Histogram]] = {}
+        self._lookups: dict[tuple[CacheKind, Level], Counter] = {}
         self._stages = {stage: self.stage_seconds.labels(stage) for stage in STAGES}
 
     def observe_stage(self, stage: Stage, seconds: float) -> None:
@@ -127,7 +128,9 @@ class Metrics:
 
     def observe_lookup(self, kind: CacheKind, level: Level) -> None:
         """Count a cache lookup."""
-        self.cache_lookups.labels(kind, level).inc()
+        if (kind, level) not in self._lookups:
+            self._lookups[kind, level] = self.cache_lookups.labels(kind, level)
+        self._lookups[kind, level].inc()
 
     def observe_request(self, route: str, method: str, status: int, seconds: float) -> None:
         """Count an answered request; `route` is the path template, never the path.
@@ -135,8 +138,12 @@ class Metrics:
         Clients can send any word as method, so unknown methods count as `other`.
         """
         known = method if method in _METHODS else "other"
-        self.requests.labels(route, known, str(status)).inc()
-        self.request_seconds.labels(route).observe(seconds)
+        if (route, known, status) not in self._requests:
+            series = self.requests.labels(route, known, str(status))
+            self._requests[route, known, status] = series, self.request_seconds.labels(route)
+        count, duration = self._requests[route, known, status]
+        count.inc()
+        duration.observe(seconds)
 
     def observe_key(self, name: str, units: int) -> None:
         """Count a request with the API key `name` and its units of work."""

@@ -33,7 +33,7 @@ from kinlens.indexer.calibration import Calibrated, Shares, choose
 from kinlens.indexer.gallery import Gallery as IndexedGallery
 from kinlens.indexer.gallery import MilvusStore
 from kinlens.indexer.types import Group, Item, SearchOptions, combined_query, no_checkpoint
-from kinlens.service.concurrency import DaemonThreads, SearchThreads, too_late, within
+from kinlens.service.concurrency import DaemonThreads, SearchThreads, too_late
 from kinlens.service.encoding.cache import Cache, Lookup, answer_key
 from kinlens.service.encoding.model import Stages, View
 from kinlens.service.encoding.workers import Vector
@@ -93,6 +93,15 @@ class Pipeline:
         self._sampler = sampler
         self._limit_s = limit_s
         self._prior = prior
+        self.in_flight = 0  # searches, and batches
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        self.in_flight += 1
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
 
     async def search(self, query: Query) -> Answer:
         """Answer one query.
@@ -108,9 +117,12 @@ class Pipeline:
         return await self._search(query)
 
     async def _search(self, query: Query) -> Answer:
-        with self._metrics.in_flight.track_inprogress(), self._registry.lease(query.gallery) as own:
-            async with within(self._limit_s, *_LIMITED):
-                return await self._run_in_thread(own, query)
+        with self._counted(), self._registry.lease(query.gallery) as own:
+            try:
+                async with asyncio.timeout(self._limit_s):
+                    return await self._run_in_thread(own, query)
+            except TimeoutError:
+                raise too_late(self._limit_s, *_LIMITED) from None
 
     async def search_all(self, queries: Sequence[Query | Exception]) -> list[Answer | Exception]:
         """Answer queries concurrently and independently: the result of a query that fails is its
@@ -124,7 +136,7 @@ class Pipeline:
         await asyncio.gather(*(self._registry.refresh_if_unknown(name) for name in names))
         with ExitStack() as leases:
             leases.enter_context(self._search_threads.batch())
-            leases.enter_context(self._metrics.in_flight.track_inprogress())
+            leases.enter_context(self._counted())
             leased = {name: self._leased(name, leases) for name in names}
             tasks = [asyncio.create_task(self._outcome(query, leased)) for query in queries]
             try:
@@ -203,19 +215,20 @@ class Pipeline:
             )
         key = self._key(served, query, calibrated)
         results, cached = self._cached(served, query, key, version)
-        stages, is_cached = Stages(), results is not None
+        stages, search_ms, is_cached = Stages(), 0.0, results is not None
         if results is None:
             vectors, stages = self._vectors(served, query, cached, cancel_token)
             before = time.perf_counter()
             with served.reading(), span("search"):
                 found = find(served, query, vectors, calibrated, self._prior, cancel_token)
             results = found.encoded(served.name, gallery.generation, _grouped_by(query))
-            stages = replace(stages, search=(time.perf_counter() - before) * 1e3)
+            search_ms = (time.perf_counter() - before) * 1e3
             # If the version has changed, the results may be from a later version.
             if not served.is_remote and gallery.version == version:
                 self._cache.set(key, version.encode() + results)
             self._sampler.offer(served.name, query.k, found, version)
-        stages = replace(stages, total=(time.perf_counter() - started) * 1e3)
+        total_ms = (time.perf_counter() - started) * 1e3
+        stages = replace(stages, search=search_ms, total=total_ms)
         self._observe(stages)
         return Answer(model.bundle_id, served.name, version, query, results, is_cached, stages)
 

@@ -32,6 +32,7 @@ from kinlens.indexer.exchange.parquet import SCHEMA
 from kinlens.indexer.exchange.publish import Snapshot
 from kinlens.indexer.folder.manifest import GalleryManifest
 from kinlens.indexer.index.segment import SegmentManifest
+from kinlens.indexer.ingest.parts import Part
 from kinlens.indexer.ingest.shards import ShardsManifest
 from kinlens.indexer.live.backup import BackupReport
 from kinlens.service.access.keys import KeyStore
@@ -102,10 +103,18 @@ def test_the_page_says_which_schemas_are_read_and_written(tmp_path: Path) -> Non
 
     KeyStore(tmp_path / "keys.json").create("office", ["admin"])
     keys = json.loads((tmp_path / "keys.json").read_text())["schema_version"]
-    row = re.compile(r"^\| ([^|]+) \| [^|]+ \| (\d)(?: to (\d))? \| (\d) \|", re.MULTILINE)
+    row = re.compile(
+        r"^\| ([^|]+) \| [^|]+ \| (\d)(?: to (\d)|, ([\d, ]+))? \| (\d) \|", re.MULTILINE
+    )
     printed = {
-        name: (set(range(int(first), int(last or first) + 1)), int(written))
-        for name, first, last, written in row.findall(PAGE.read_text())
+        name: (
+            {
+                *range(int(first), int(last or first) + 1),
+                *map(int, others.split(", ") if others else ()),
+            },
+            int(written),
+        )
+        for name, first, last, others, written in row.findall(PAGE.read_text())
     }
     assert printed == {
         "model bundle": schemas(BundleManifest),
@@ -305,6 +314,30 @@ def test_every_object_fits_the_schema_of_kubernetes(built: dict[str, Any], versi
         for each in objects:
             kubernetes_validate.validate(each, version, strict=True)
         assert len({each["metadata"]["namespace"] for each in objects}) == 1
+
+
+def test_jobs_embed_parts_with_the_options_that_there_are(tmp_path: Path) -> None:
+    """As Slurm and Kubernetes set the number of a part; a command that prints stands for it."""
+    script = DEPLOY / "slurm/embed.sh"
+    job = yaml.safe_load((DEPLOY / "kubernetes/jobs/embed.yaml").read_text())
+    for version in VERSIONS:
+        kubernetes_validate.validate(job, version, strict=True)
+    [container] = job["spec"]["template"]["spec"]["containers"]
+    count = job["spec"]["completions"]
+    index = tmp_path / "kinlens-index"
+    index.write_text('#!/bin/sh\necho "$@"\n')
+    index.chmod(0o755)
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    slurm = {"SLURM_ARRAY_TASK_ID": str(count), "SLURM_ARRAY_TASK_COUNT": str(count)}
+    for command, env in (
+        (["bash", script], slurm),
+        ([*container["command"], *container["args"]], {"JOB_COMPLETION_INDEX": str(count - 1)}),
+    ):
+        words = subprocess.check_output(command, text=True, env=path | env).split()
+        assert words[0] == "embed"
+        options = {word for word in words if word.startswith("--")}
+        assert options <= {*re.findall(r"--[a-z-]+", run(BIN / "kinlens-index", "embed", "--help"))}
+        assert Part.parse(words[words.index("--part") + 1]) == (count, count)
 
 
 def test_names_within_an_overlay_lead_somewhere(built: dict[str, Any]) -> None:

@@ -1,5 +1,6 @@
-"""kinlens-index embed: embed a large source on a cluster, before a gallery is built."""
+"""kinlens-index embed: embed a large source on several machines, before a gallery is built."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -14,10 +15,21 @@ from kinlens.commands.console import (
 )
 from kinlens.commands.options import BatchOption, DeviceOption, JsonOption
 from kinlens.embedder.engines.models import SessionSettings
+from kinlens.embedder.machine import core_count
 from kinlens.embedder.manifest import Engine, Precision
+from kinlens.embedder.session import OnnxEmbedder
 from kinlens.indexer.exchange.objects import REMOTE
-from kinlens.indexer.ingest.cluster import SHARD_SIZE, embed_on_cluster, remote_source
-from kinlens.indexer.ingest.embed import faults_of
+from kinlens.indexer.ingest.embed import EmbedSettings, faults_of, refuse_unreadable
+from kinlens.indexer.ingest.parts import (
+    SHARD_SIZE,
+    Part,
+    begun_shards,
+    embed_part,
+    remote_source,
+    shards_report,
+)
+from kinlens.indexer.ingest.ray_tasks import embed_on_ray
+from kinlens.indexer.ingest.shards import VectorShards
 from kinlens.indexer.ingest.sources import Source, csv_source, folder_source
 
 app = typer.Typer()
@@ -25,7 +37,7 @@ app = typer.Typer()
 
 @app.command(
     epilog="Example: kinlens-index embed s3://shop/images --bundle bundles/shop --out "
-    "s3://shop/vectors --ray auto"
+    "s3://shop/vectors --part 3/16"
 )
 def embed(
     source: Annotated[
@@ -43,9 +55,12 @@ def embed(
             "folder of the list."
         ),
     ] = None,
+    part: Annotated[
+        str, typer.Option(metavar="K/N", help="Make part K of N, with one call on each machine.")
+    ] = "1/1",
     ray: Annotated[
         str | None,
-        typer.Option(metavar="ADDRESS", help="Ray cluster, or auto; by default this machine only."),
+        typer.Option(metavar="ADDRESS", help="Run all parts on this Ray cluster, or auto."),
     ] = None,
     device: DeviceOption = "cpu",
     precision: Annotated[Precision, typer.Option(help="Numeric precision of the model.")] = "fp32",
@@ -56,35 +71,56 @@ def embed(
     ] = SHARD_SIZE,
     json: JsonOption = False,
 ) -> None:
-    """Embed images into Parquet files, on all cores of this machine or on a Ray cluster.
+    """Embed images into Parquet files: on this machine, in parts on several, or on Ray.
 
     To resume an interrupted run, run the same command again; existing files are kept. Then build a
     gallery: kinlens-index build --vectors OUT.
     """
     with errors_shown():
-        given = _source(source, root)
-        # One thread, because there is one actor per core.
+        if ray is not None and part != "1/1":
+            raise typer.BadParameter("--ray runs all parts. Omit --part.")
+        given, own = _source(source, root), Part.parse(part)
+        # One thread, because each core has its own image.
         session = SessionSettings(device, 1, precision=precision, engine=engine)
-        with progress(given.count, "Embedding", "images") as advance:
-            report = embed_on_cluster(
-                given,
-                bundle,
-                session,
-                out,
-                ray_address=ray,
-                batch_size=batch_size,
-                shard_size=shard_size,
-                on_progress=advance,
-            )
+        shards = begun_shards(given, bundle, session, out, shard_size)
+        missing = own.missing(shards)
+        embedded = 0
+        with progress(shards.manifest.images_in(missing), "Embedding", "images") as advance:
+            for count in _run(shards, own, bundle, session, ray, batch_size) if missing else ():
+                embedded += count
+                advance(count)
+        report = shards_report(shards, embedded)
+        if not report.missing:
+            refuse_unreadable(given, report.images, report.failures)
         text = (
             f"{out}: {report.items:,} vectors of {report.images:,} images in {report.shards:,} "
-            f"files ({report.embedded:,} images now). Build a gallery: kinlens-index build "
-            f"--vectors {out} --out GALLERY"
+            f"files ({report.embedded:,} images now). "
+        )
+        text += (
+            f"{report.missing:,} files are missing: run the other parts."
+            if report.missing
+            else f"Build a gallery: kinlens-index build --vectors {out} --out GALLERY"
         )
         skipped = (*faults_of(given), *report.failures)
         failures = failure_lines(skipped, report.images, "(--json lists all of them)")
         print_report(report, json, *given.omitted.lines(), text, *failures)
         exit_with_skipped(skipped)
+
+
+def _run(
+    shards: VectorShards,
+    part: Part,
+    bundle: Path,
+    session: SessionSettings,
+    ray: str | None,
+    batch_size: int,
+) -> Iterator[int]:
+    if ray is not None:
+        return embed_on_ray(shards, bundle, session, ray, batch_size)
+    # A remote source needs a second thread per core, because reads wait for the network.
+    workers = core_count() * (1 + (REMOTE in shards.manifest.source_root))
+    embedder = OnnxEmbedder.open(bundle, session)
+    return embed_part(shards, part, embedder, EmbedSettings(batch_size, workers))
 
 
 def _source(text: str, root: str | None) -> Source:

@@ -317,7 +317,7 @@ def test_every_object_fits_the_schema_of_kubernetes(built: dict[str, Any], versi
 
 
 def test_jobs_embed_parts_with_the_options_that_there_are(tmp_path: Path) -> None:
-    """As Slurm and Kubernetes set the number of a part; a command that prints stands for it."""
+    """As Slurm and Kubernetes set the number of a part."""
     script = DEPLOY / "slurm/embed.sh"
     job = yaml.safe_load((DEPLOY / "kubernetes/jobs/embed.yaml").read_text())
     for version in VERSIONS:

@@ -1,16 +1,13 @@
-"""Embedding on a Ray cluster of this machine, and galleries of what it has made."""
+"""Embedding in parts, also as tasks of a Ray cluster, and galleries of what they have made."""
 
-import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,19 +16,18 @@ from typer.testing import CliRunner, Result
 
 from kinlens.commands.__main__ import app
 from kinlens.embedder.engines.models import SessionSettings
-from kinlens.embedder.errors import SourceError
+from kinlens.embedder.errors import KinlensError, SourceError
+from kinlens.embedder.session import OnnxEmbedder
 from kinlens.indexer.exchange.objects import files_at
 from kinlens.indexer.gallery import Gallery
-from kinlens.indexer.ingest import cluster as cluster_module
-from kinlens.indexer.ingest.cluster import ShardEmbedder, UnreachableError, remote_source
+from kinlens.indexer.ingest import parts
+from kinlens.indexer.ingest.embed import EmbedSettings
+from kinlens.indexer.ingest.parts import Part, begun_shards, embed_part, remote_source
 from kinlens.indexer.ingest.shards import ShardsManifest, VectorShards, reader_at
 from kinlens.indexer.ingest.sources import Record, Source, folder_source
 from kinlens.indexer.types import Entry
 from tests.indexer.conftest import failure, printed
 from tests.indexer.oracle import contents
-from tests.support import paused_workers
-from tests.support.own_process import children, command_of
-from tests.support.waiting import until
 from tests.tiny import TINY_DIM, encoded, photo
 
 COMMAND = Path(sys.executable).with_name("kinlens-index")
@@ -52,12 +48,6 @@ def shop(tmp_path_factory) -> Path:
     rows = [f"sku-{n},class-{n % 3}/{n:04}.png,{n / 2},S|M" for n in range(100)]
     (folder / "list.csv").write_text("\n".join(["key,path,price:number,sizes:text[]", *rows]))
     return folder
-
-
-PAUSED = {
-    "RAY_RUNTIME_ENV_HOOK": "tests.support.paused_workers.runtime_env",
-    "PYTHONPATH": str(Path(__file__).parents[2]),
-}
 
 
 def command(*words: object, **env: str) -> subprocess.Popen[str]:
@@ -89,15 +79,6 @@ def cluster() -> Iterator[str]:
         process.wait(60)
 
 
-def wait_for_parts(process: subprocess.Popen[str], out: Path, count: int) -> None:
-    """Until that many shards exist; Ray starts slowly while other tests run."""
-    end = time.monotonic() + 200
-    while len(list(out.glob("parts/*.parquet"))) < count:
-        assert process.poll() is None, "it has ended"
-        assert time.monotonic() < end, "no shard was made"
-        time.sleep(0.05)
-
-
 def invoke(*words: object) -> Result:
     return CliRunner().invoke(app, list(map(str, words)))
 
@@ -115,51 +96,57 @@ def items_of(path: Path) -> dict[str, tuple[Any, ...]]:
         return contents(gallery)
 
 
-def below(pid: int) -> list[int]:
-    """The processes that this one has started, directly or through others."""
-    found: list[int] = []
-    with contextlib.suppress(FileNotFoundError):  # it has ended
-        for child in children(pid):
-            found += [child, *below(child)]
-    return found
-
-
-@pytest.mark.long
-def test_a_killed_call_is_finished_on_a_cluster_and_its_gallery_is_that_of_a_build(
-    shop, plain, tiny_bundle, request, tmp_path
+def test_parts_that_are_killed_and_repeated_together_make_the_vectors_of_a_build(
+    shop, plain, tiny_bundle, tmp_path
 ) -> None:
-    """A worker and then the call are killed; the same call makes what is missing, and no more."""
-    pytest.importorskip("ray", reason="Ray is not installed (pip install 'kinlens[ray]')")
+    """Parts die before and after they write a shard, while the same part runs twice."""
     folder = tmp_path / "v"
-    words = ("--bundle", tiny_bundle.path, "--out", folder, "--shard-size", 8)
-    process = command("embed", shop, *words, **PAUSED)
-    wait_for_parts(process, folder, 1)
-    worker = next(pid for pid in below(process.pid) if command_of(pid).startswith("ray::MapWorker"))
-    os.kill(worker, signal.SIGKILL)
-    wait_for_parts(process, folder, paused_workers.PARTS)
-    workers = [pid for pid in below(process.pid) if command_of(pid).startswith("ray::")]
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
-    until(lambda: not any(map(command_of, workers)))  # one may still write its shard
-    shards = VectorShards(str(folder))
-    left = shards.missing()
-    assert 0 < len(left) < shards.manifest.shards
-    address = request.getfixturevalue("cluster")
-    process = command("embed", shop, *words, "--ray", address, "--json")
-    out, err = process.communicate(timeout=200)
-    assert process.returncode == 3, err
-    report = json.loads(out)
-    assert report["embedded"] == shards.manifest.images_in(left)
+    words = ("embed", shop, "--bundle", tiny_bundle.path, "--out", folder, "--shard-size", 8)
+    refused = failure(invoke(*words, "--part", "4/3"))
+    assert "part = '4/3' must be like 3/16" in refused
+    script = [sys.executable, "-m", "tests.support.dying_part"]
+    for round_, step in enumerate(("before", "after", "before")):
+        parts = [
+            subprocess.Popen([*script, step, *map(str, words), "--part", f"{number}/3"])
+            for number in (1, 1, 2, 3)
+        ]
+        assert {part.wait(120) for part in parts} == {-signal.SIGKILL}
+        assert len(VectorShards(str(folder)).missing()) >= 17 - 4 * (round_ + 1)
+    made, left = 0, VectorShards(str(folder)).missing()
+    assert len(left) <= 14
+    for number in (1, 2, 3):
+        report = printed(invoke(*words, "--part", f"{number}/3", "--json"), 3 * (number == 3))
+        made += report["embedded"]
+        assert (report["missing"] == 0) == (number == 3)
+    assert made == VectorShards(str(folder)).manifest.images_in(left)
     assert (report["images"], report["items"], report["shards"]) == (COUNT + 1, COUNT, 17)
     assert [one["key"] for one in report["failures"]] == ["class-0/none.png"]
     printed(invoke("build", "--vectors", folder, "--out", tmp_path / "a", "--json"), 3)
     assert items_of(tmp_path / "a") == items_of(plain)
     printed(invoke("import", folder, "--out", tmp_path / "c", "--vector-type", "fp16", "--json"))
-    with closing(Gallery.open(tmp_path / "c")) as made:
-        assert (made.size, made.bundle_id) == (COUNT, tiny_bundle.bundle_id)
-    assert printed(invoke("embed", shop, *words, "--json"), 3)["embedded"] == 0
-    for other in ((shop / "class-0",), (shop, "--precision", "bf16")):
-        assert "or another --out" in failure(invoke("embed", *other, *words))
+    with closing(Gallery.open(tmp_path / "c")) as half:
+        assert (half.size, half.bundle_id) == (COUNT, tiny_bundle.bundle_id)
+    assert printed(invoke(*words, "--json"), 3)["embedded"] == 0
+    for other in ((shop / "class-0", *words[2:]), (*words[1:], "--precision", "bf16")):
+        assert "or another --out" in failure(invoke("embed", *other))
+
+
+@pytest.mark.long
+def test_a_ray_cluster_runs_the_parts_and_completes_what_is_missing(
+    shop, plain, tiny_bundle, cluster, tmp_path
+) -> None:
+    pytest.importorskip("ray", reason="Ray is not installed (pip install 'kinlens[ray]')")
+    words = ("embed", shop, "--bundle", tiny_bundle.path, "--out", tmp_path / "v")
+    words = (*words, "--shard-size", 8)
+    printed(invoke(*words, "--part", "2/3", "--json"))
+    left = VectorShards(str(tmp_path / "v"))
+    expected = left.manifest.images_in(left.missing())
+    process = command(*words, "--ray", cluster, "--json")
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 3, err
+    assert (json.loads(out)["embedded"], json.loads(out)["missing"]) == (expected, 0)
+    printed(invoke("build", "--vectors", tmp_path / "v", "--out", tmp_path / "a", "--json"), 3)
+    assert items_of(tmp_path / "a") == items_of(plain)
 
 
 # What needs no Ray.
@@ -172,33 +159,26 @@ def manifest_of(count: int, shard_size: int, **others: Any) -> ShardsManifest:
 
 
 @pytest.fixture
-def actor(shop, tiny_bundle, tmp_path, monkeypatch) -> Callable[..., ShardEmbedder]:
-    """A function that begins shards at an address, and makes an actor for them."""
-    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get=lambda found: found))
-    monkeypatch.setattr(cluster_module, "PAUSE_S", 0.0)
+def embed_all(tiny_bundle, monkeypatch) -> Callable[[Source, str], list[int]]:
+    """A function that embeds a whole source into shards at an address."""
+    monkeypatch.setattr(parts, "PAUSE_S", 0.0)
 
-    def make(source: Source, out: str) -> ShardEmbedder:
-        origin = {"source": source.description, "source_root": source.address}
-        manifest = manifest_of(source.count, 1000, bundle_id=tiny_bundle.bundle_id, **origin)
-        VectorShards(out).begin(manifest, source.records())
-        files = {
-            str(file.relative_to(tiny_bundle.path)): file.read_bytes()
-            for file in tiny_bundle.path.rglob("*")
-            if file.is_file()
-        }
-        return ShardEmbedder(files, SessionSettings(threads=1), out, 32, 1)
+    def make(source: Source, out: str) -> list[int]:
+        shards = begun_shards(source, tiny_bundle.path, SessionSettings(), out)
+        embedder = OnnxEmbedder.open(tiny_bundle, SessionSettings())
+        return [*embed_part(shards, Part(1, 1), embedder, EmbedSettings(workers=1))]
 
     return make
 
 
-def test_an_object_store_is_read_and_written(shop, actor, plain) -> None:
+def test_an_object_store_is_read_and_written(shop, embed_all, plain) -> None:
     files, _ = files_at("memory://shop")
     for file in shop.rglob("*.png"):
         files.pipe_file(f"/shop/{file.relative_to(shop)}", file.read_bytes())
     files.pipe_file("/shop/.hidden/a.png", b"hidden")
     source = remote_source("memory://shop")
     assert source.count == COUNT + 1
-    assert actor(source, "memory://out")({"shard": [0]})["images"].tolist() == [COUNT + 1]
+    assert embed_all(source, "memory://out") == [COUNT + 1]
     mine = VectorShards("memory://out")
     assert mine.missing() == []
     made = {e.key: e.vector.tobytes() for e in mine.dump("v").entries()}
@@ -206,9 +186,9 @@ def test_an_object_store_is_read_and_written(shop, actor, plain) -> None:
     assert [one.key for one in mine.failures()] == ["class-0/none.png"]
 
 
-def test_the_paths_of_a_list_may_start_from_an_address(shop, actor, run, tmp_path) -> None:
+def test_the_paths_of_a_list_may_start_from_an_address(shop, embed_all, run, tmp_path) -> None:
     source = remote_source(f"file://{shop}", shop / "list.csv")
-    actor(source, str(tmp_path / "v"))({"shard": [0]})
+    embed_all(source, str(tmp_path / "v"))
     printed(run("build", "--vectors", tmp_path / "v", "--out", tmp_path / "g", "--json"))
     items = items_of(tmp_path / "g")
     _, attributes, place, *_ = items["sku-3"]
@@ -217,15 +197,14 @@ def test_the_paths_of_a_list_may_start_from_an_address(shop, actor, run, tmp_pat
 
 
 def test_a_disk_or_network_that_fails_leaves_the_shard_to_be_made(
-    shop, actor, tmp_path, monkeypatch
+    shop, embed_all, tmp_path, monkeypatch
 ) -> None:
     def fail(record: Record, max_bytes: int) -> bytes:
         raise ConnectionError("no route")
 
-    made = actor(folder_source(shop), str(tmp_path / "v"))
-    monkeypatch.setattr(made, "_read", fail)
-    with pytest.raises(UnreachableError, match=r"0000\.png cannot be read"):
-        made({"shard": [0]})
+    monkeypatch.setattr(parts, "reader_at", lambda root: fail)
+    with pytest.raises(KinlensError, match=r"0000\.png cannot be read.*run the same command"):
+        embed_all(folder_source(shop), str(tmp_path / "v"))
     assert VectorShards(str(tmp_path / "v")).missing() == [0]
 
 

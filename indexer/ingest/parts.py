@@ -1,0 +1,213 @@
+"""Embed a source into shards of vectors, or one of several parts of it on each machine.
+
+Part k of n makes the missing ones of the shards k - 1, k - 1 + n, k - 1 + 2 n and so on. A part may
+be killed at any time and repeated, also while other parts run: it makes only what is missing.
+"""
+
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from pydantic import BaseModel
+
+from kinlens.embedder.bundle import Bundle
+from kinlens.embedder.decoding.formats import SUFFIXES
+from kinlens.embedder.engines.models import SessionSettings
+from kinlens.embedder.errors import InvalidParameterError, KinlensError, SourceError
+from kinlens.embedder.session import Embedder
+from kinlens.indexer.exchange.objects import REMOTE
+from kinlens.indexer.ingest.embed import (
+    EmbedSettings,
+    Failure,
+    embedded_batches,
+    entry_of,
+    failure_of,
+)
+from kinlens.indexer.ingest.shards import ShardsManifest, VectorShards, image_paths, reader_at
+from kinlens.indexer.ingest.sources import (
+    Record,
+    Source,
+    check_attributes,
+    csv_source,
+    folder_record,
+)
+from kinlens.indexer.types import Entry
+
+SHARD_SIZE = 2048
+"""Images per shard. A killed part loses at most one shard, 1 to 2 minutes of one core."""
+
+READS, PAUSE_S = 3, 1.0  # attempts to read an image before the source counts as unreachable
+
+
+class Part(NamedTuple):
+    """Part `number` of `of`, from 1 on."""
+
+    number: int
+    of: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Part":
+        """The part of a text such as 3/16. Raises: InvalidParameterError."""
+        found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
+        if not found or not 1 <= int(found[1]) <= int(found[2]):
+            raise InvalidParameterError(
+                f"part = {text!r:.40} must be like 3/16: the number of the part, from 1 on, and "
+                "the number of all parts."
+            )
+        return cls(int(found[1]), int(found[2]))
+
+    def missing(self, shards: VectorShards) -> list[int]:
+        """The shards of this part without vectors."""
+        return [n for n in shards.missing() if n % self.of == self.number - 1]
+
+
+class ShardsReport(BaseModel, frozen=True):
+    """Content of the shards after a call, which processed `embedded` of the `images`.
+
+    items: vectors in all shards so far; `missing` shards have none yet.
+    """
+
+    images: int
+    embedded: int
+    items: int
+    shards: int
+    missing: int
+    failures: tuple[Failure, ...]
+    bundle_id: str
+
+
+class UnreachableError(KinlensError):
+    """The source does not respond; no record is at fault."""
+
+
+def begun_shards(
+    source: Source,
+    bundle: Path,
+    session: SessionSettings,
+    out: str,
+    shard_size: int = SHARD_SIZE,
+) -> VectorShards:
+    """The shards at `out`, a folder or any address of fsspec; lists the source if nobody has yet.
+
+    Raises: InvalidParameterError if `out` has shards of another source; SourceError, BundleError,
+        OSError.
+    """
+    shards, made = VectorShards(out), Bundle.open(bundle)
+    requested = ShardsManifest(
+        bundle_id=made.bundle_id,
+        precision=session.precision,
+        engine=session.engine,
+        dim=made.manifest.dim,
+        source=source.description,
+        source_root=source.address,
+        images=source.count,
+        shard_size=shard_size,
+    )
+    if not shards.has_begun:
+        check_attributes(source, {})
+        shards.begin(requested, source.records())
+    manifest = shards.manifest
+    if manifest != requested.model_copy(update={"shard_size": manifest.shard_size}):
+        raise InvalidParameterError(
+            f"{out} was started with {manifest.images:,} images of {manifest.source_root}, bundle "
+            f"{manifest.bundle_id[:12]}, {manifest.precision} and {manifest.engine}. Use the same "
+            "source and options to resume, or another --out."
+        )
+    return shards
+
+
+def embed_part(
+    shards: VectorShards, part: Part, embedder: Embedder, settings: EmbedSettings
+) -> Iterator[int]:
+    """Embed the missing shards of a part; yields the number of images of each when it is stored.
+
+    Raises: SourceError without access to the images; UnreachableError; OSError.
+    """
+    root, description = shards.manifest.source_root, shards.manifest.source
+    if REMOTE not in root and not Path(root).is_dir():
+        raise SourceError(f"There is no access to the folder {root}. Mount it on each machine.")
+    remote = root if REMOTE in root else ""
+    read = _Reader(root)
+    for shard in part.missing(shards):
+        records = shards.records(shard)
+        source = Source(
+            Path(root), partial(iter, records), len(records), description, read=read, remote=remote
+        )
+        entries: list[Entry] = []
+        failures: list[Failure] = []
+        with embedded_batches(source, embedder, lambda _: (), settings) as batches:
+            for batch in batches:
+                for outcome in batch.outcomes:
+                    if outcome.failure is None:
+                        entries.append(entry_of(outcome, batch.vectors[outcome.sha256]))
+                    else:
+                        failures.append(failure_of(outcome))
+        shards.write(shard, entries, failures)
+        yield len(records)
+
+
+def shards_report(shards: VectorShards, embedded: int) -> ShardsReport:
+    """The report of a call that embedded this number of images."""
+    manifest, missing = shards.manifest, shards.missing()
+    failures = tuple(shards.failures())
+    return ShardsReport(
+        images=manifest.images,
+        embedded=embedded,
+        items=manifest.images - manifest.images_in(missing) - len(failures),
+        shards=manifest.shards,
+        missing=len(missing),
+        failures=failures,
+        bundle_id=manifest.bundle_id,
+    )
+
+
+def remote_source(address: str, csv: Path | None = None) -> Source:
+    """All images below an address of fsspec, sorted by path, or the rows of a CSV list, whose
+    paths are relative to the address.
+
+    Raises: SourceError for an address without images, or an invalid list.
+    """
+    read = reader_at(address)
+    if csv is not None:
+        return replace(csv_source(csv), root=Path(address), remote=address, read=read)
+    paths = image_paths(address)
+    if not paths:
+        raise SourceError(
+            f"There are no images at {address}. Image names end with {', '.join(SUFFIXES)}."
+        )
+    records = partial(map, folder_record, paths)
+    return Source(Path(address), records, len(paths), "address", read=read, remote=address)
+
+
+class _Reader:
+    """Reads images below a root.
+
+    A missing or unusable file raises an error that skips only this image. A failure of the disk or
+    network raises UnreachableError, so the shard stays missing.
+    """
+
+    def __init__(self, root: str) -> None:
+        self._read, self._is_remote = reader_at(root), REMOTE in root
+
+    def __call__(self, record: Record, max_bytes: int) -> bytes:
+        attempts = 0
+        while True:
+            try:
+                data: bytes = self._read(record, max_bytes)
+                return data
+            except (KinlensError, FileNotFoundError, IsADirectoryError):
+                raise
+            except Exception as error:
+                if isinstance(error, PermissionError) and not self._is_remote:
+                    raise  # on a remote store it is more likely an expired token
+                attempts += 1
+                if attempts == READS:
+                    raise UnreachableError(
+                        f"{record.path} cannot be read: {error}. Stored shards are kept. Check "
+                        "the disk or network, then run the same command again."
+                    ) from error
+                time.sleep(PAUSE_S)

@@ -285,7 +285,9 @@ def disk_errors_as(
         is_part = isinstance(error, GalleryWriteError) and isinstance(error.__cause__, OSError)
         fault = error.__cause__ if is_part else error
         is_of_disk = isinstance(fault, OSError) or hasattr(fault, "sqlite_errorcode")
-        if not isinstance(fault, Exception) or not (is_of_disk or is_disk_full(error)):
+        # An error of ours that names its own cause, such as a full object store, stays as it is.
+        is_of_disk |= is_disk_full(error) and not isinstance(error, KinlensError)
+        if not isinstance(fault, Exception) or not is_of_disk:
             raise
         state = outcome if isinstance(outcome, str) else outcome()
         raise kind(disk_fault(fault, target, state, what)) from error

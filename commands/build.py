@@ -125,6 +125,7 @@ def build(
         settings = BuildSettings(name, embed, plan, vector_type, bundle)
         _print_plan(source, embedder, settings, json)
         report = _built(source, embedder, out, settings)
+        stores.calibrate(out)
         _print_build(report, out, json)
 
 
@@ -189,6 +190,7 @@ def _build_of_vectors(
         with progress(dump.count, "Importing") as advance:
             indexed = advance.then("Indexing", dump.count)
             report = import_gallery(dump, out, name, settings, advance, vector_type, indexed)
+        stores.calibrate(out)
         text = f"Gallery {out}, generation {report.generation}: {report.items:,} items."
         skipped = tuple(shards.failures())
         found = shards.manifest.images

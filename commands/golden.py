@@ -26,17 +26,12 @@ from kinlens.embedder.sources.names import printable
 from kinlens.embedder.types import SHORT
 from kinlens.golden import GoldenOutcome, GoldenQueries, GoldenRun, GoldenRuns, Label
 from kinlens.indexer.gallery import Gallery, current_manifest
-from kinlens.indexer.golden import (
-    GoldenResults,
-    GoldenSet,
-    NewQuery,
-    embedded,
-    labelled,
-    threshold_of,
-)
 from kinlens.indexer.images import read_image
 from kinlens.indexer.ingest.tables import parse_value, read_table
 from kinlens.indexer.types import VectorStore
+from kinlens.quality.calibrator import Calibrator
+from kinlens.quality.golden import GoldenSet, NewQuery
+from kinlens.quality.judging import GoldenResults, embedded, labelled, threshold_of
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -165,7 +160,7 @@ def run(
             report = GoldenResults.of(store, queries, vectors).report(threshold, worst)
             golden.keep(report)
             assert isinstance(store, Gallery)
-            store.calibrate_golden(partial(labelled, store, queries, vectors))
+            Calibrator(store).fit_golden(partial(labelled, store, queries, vectors))
     print_report(report, json, *_lines(report))
 
 

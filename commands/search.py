@@ -33,7 +33,6 @@ from kinlens.embedder.errors import ItemNotFoundError, SourceError
 from kinlens.embedder.preprocess import decode
 from kinlens.embedder.session import check_precision, read_pixels
 from kinlens.embedder.types import Embeddings, Hit
-from kinlens.indexer.calibration import DEFAULT_PRIOR, Calibrated, Shares, choose
 from kinlens.indexer.filters.text import parse_filter
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.images import ANY_SIZE
@@ -46,6 +45,8 @@ from kinlens.indexer.types import (
     combined_query,
     sort_by_of,
 )
+from kinlens.quality.calibration import DEFAULT_PRIOR, Calibrated, Shares, choose
+from kinlens.quality.calibrator import Calibrator
 
 app = typer.Typer()
 
@@ -191,7 +192,7 @@ def search(
                 calibrated: Calibrated | str = "Galleries on Milvus are not calibrated"
                 if isinstance(store, Gallery):
                     known = embedder.calibration, embedder.no_calibration
-                    calibrated = choose(store.calibration(), *known)
+                    calibrated = choose(Calibrator(store).stored(), *known)
                 if not isinstance(calibrated, str):
                     [best] = store.search(vectors, CANDIDATES, SearchOptions(exact=exact))
                     found = _with_probabilities(found, calibrated, prior, best, group_by or "")

@@ -28,6 +28,7 @@ from kinlens.indexer.types import (
     Progress,
     milvus_address,
 )
+from kinlens.quality.calibrator import Calibrator
 
 Store = Gallery | MilvusStore
 
@@ -59,16 +60,19 @@ def compact_if_due(store: Store, no_compact: bool) -> None:
     if not isinstance(store, Gallery):
         return
     reason = store.needs_compaction()
-    if reason is None:
-        store.calibrate_if_outdated()
-        return
-    if no_compact:
+    if reason is not None and no_compact:
         err.print(f"A compaction is due: {reason}. Run kinlens-index compact.", soft_wrap=True)
-        store.calibrate_if_outdated()
-        return
-    err.print(f"Compacting: {reason}.", soft_wrap=True)
-    with progress(store.size, "Indexing") as advance:
-        store.compact(wait=True, keep_removed_s=KEEP_REMOVED_S, on_progress=advance)
+    elif reason is not None:
+        err.print(f"Compacting: {reason}.", soft_wrap=True)
+        with progress(store.size, "Indexing") as advance:
+            store.compact(wait=True, keep_removed_s=KEEP_REMOVED_S, on_progress=advance)
+    Calibrator(store).fit_if_outdated()
+
+
+def calibrate(path: Path | str) -> None:
+    """Fit the probabilities of a gallery that was just built. Raises: GalleryError."""
+    with contextlib.closing(Gallery.open(path, verify_hashes=False)) as gallery:
+        Calibrator(gallery).fit_if_outdated()
 
 
 def bundle_of(store: Store) -> Path:

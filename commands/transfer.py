@@ -33,6 +33,7 @@ from kinlens.indexer.ingest.build import ImportReport, import_gallery
 from kinlens.indexer.live.backup import backup as write_backup
 from kinlens.indexer.live.backup import restore as restore_backup
 from kinlens.indexer.types import MILVUS, GalleryExport, seconds_of
+from kinlens.quality.golden import GoldenSet
 
 app = typer.Typer()
 
@@ -151,6 +152,7 @@ def import_(
                 report = import_gallery(
                     dump, gallery, name, settings, advance, vector_type, indexed
                 )
+            stores.calibrate(gallery)
         text = f"Gallery {gallery} ({report.name}): {report.items:,} items imported."
         print_report(report, json, text)
 
@@ -163,6 +165,7 @@ def backup(
 ) -> None:
     """Write a consistent copy of a gallery, while it is in use."""
     with errors_shown():
+        GoldenSet(gallery).check()
         with progress(copy_bytes(gallery), "Copying", "bytes") as advance:
             report = write_backup(gallery, folder, advance)
         size = f"{report.items:,} items, {report.bytes / 1e6:,.1f} MB"
@@ -180,6 +183,7 @@ def restore(
 ) -> None:
     """Restore a gallery from a backup, after checking all its files."""
     with errors_shown():
+        GoldenSet(source).check()
         with progress(copy_bytes(source), "Copying", "bytes") as advance:
             manifest = restore_backup(source, gallery, replace=replace, on_progress=advance)
         report = RestoreReport(name=manifest.name, generation=manifest.generation)

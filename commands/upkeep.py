@@ -28,7 +28,6 @@ from kinlens.commands.options import (
 )
 from kinlens.embedder.errors import PlanError
 from kinlens.embedder.types import SHORT
-from kinlens.indexer.calibration import GalleryCalibration
 from kinlens.indexer.checks.stats import StoreStats, gallery_stats, store_stats
 from kinlens.indexer.checks.verify import (
     VerifyReport,
@@ -42,6 +41,9 @@ from kinlens.indexer.index.index_types import IndexKind
 from kinlens.indexer.index.plan import IndexSettings, Plan, plan_index
 from kinlens.indexer.live.compaction import CompactReport
 from kinlens.indexer.types import MILVUS, VectorType
+from kinlens.quality.calibration import GalleryCalibration
+from kinlens.quality.calibrator import Calibrator
+from kinlens.quality.golden import GoldenSet
 
 app = typer.Typer()
 
@@ -110,6 +112,7 @@ def compact(
                 report = opened.compact(
                     settings, wait=True, from_scratch=rebuild, on_progress=advance
                 )
+            Calibrator(opened).fit_if_outdated()
         print_report(report, json, _text(report))
 
 
@@ -126,11 +129,12 @@ def calibrate(
 ) -> None:
     """Fit the probability that a hit is right, by searching for items of the gallery.
 
-    Builds and compactions do this automatically. `golden run` fits a more accurate curve.
+    Commands that change a gallery, and the service, do this when a fifth of the items has changed.
+    `golden run` fits a more accurate curve.
     """
     with errors_shown(), contextlib.closing(Gallery.open(gallery)) as opened:
         with progress(1000, "Searching") as advance:
-            found = opened.calibrate(product, advance)
+            found = Calibrator(opened).fit(product, advance)
         print_report(found, json, *_calibration_lines(found))
 
 
@@ -271,6 +275,7 @@ def verify(
         )
         vectors = None if queries is None else options.read_vectors(queries)
         settings = VerifySettings(sample, image_root, vectors, target_recall)
+        GoldenSet(gallery).check()
         with progress(sample_size(size_of(gallery), sample), "Searching") as advance:
             report = verify_gallery(gallery, embedder, settings, advance)
         print_report(report, json, *_verified(report))

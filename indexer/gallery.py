@@ -32,18 +32,6 @@ from kinlens.embedder.errors import (
 )
 from kinlens.embedder.types import SHORT, Embeddings, ItemId
 from kinlens.indexer.attributes import Schema
-from kinlens.indexer.calibration import (
-    CALIBRATION,
-    LABELLED,
-    PRODUCTS,
-    SAMPLED,
-    Fit,
-    GalleryCalibration,
-    Labelled,
-    fit_gallery,
-    fit_golden,
-    is_changed,
-)
 from kinlens.indexer.catalog.database import Catalog, catalog_view
 from kinlens.indexer.catalog.entries import check_key, checked_keys, learn_types
 from kinlens.indexer.catalog.read import CatalogView, State
@@ -152,7 +140,6 @@ class Gallery(Searcher):
         super().__init__(snapshots, self.manifest.dim)
         self._image_root = image_root or Path(self.manifest.source_root)
         self._facts: tuple[int, tuple[AttributeFacts, ...]] = (-1, ())
-        self._calibration: tuple[object, GalleryCalibration | None] = (None, None)
         self._segment_size: tuple[str | None, int] = (None, 0)
         self._background: BackgroundCompaction | None = None
         self._stamp: tuple[int, ...] | None = None
@@ -239,6 +226,11 @@ class Gallery(Searcher):
     def path(self) -> Path:
         """The folder of the gallery."""
         return self._folder.path
+
+    @property
+    def generation_folder(self) -> Path:
+        """The folder of this generation."""
+        return self._generation
 
     @property
     def copy_of(self) -> str | None:
@@ -496,6 +488,11 @@ class Gallery(Searcher):
         with self._catalog.reading() as view:
             return view.last_id() or 0
 
+    def counts_after(self, item_id: ItemId) -> tuple[int, int]:
+        """The number of items, and of those with higher ids than this one, of one state."""
+        with self._catalog.reading() as view:
+            return view.state().size, view.count_after(item_id)
+
     def product_counts(
         self, name: str, values: Sequence[Scalar]
     ) -> tuple[dict[int, int], dict[Scalar, int]]:
@@ -524,110 +521,6 @@ class Gallery(Searcher):
         with self._snapshots.reading() as now:
             attributes = self._attributes_of(now)
             return attributes.count(attributes.having(name, [value])) > than
-
-    def calibration(self) -> GalleryCalibration | None:
-        """The calibration of this generation; None if it has none. Costs one `stat` per call."""
-        file = self._generation / CALIBRATION
-        try:
-            found = file.stat()
-            stamp = (found.st_ino, found.st_mtime_ns, found.st_size)
-            if self._calibration[0] != stamp:
-                read = GalleryCalibration.model_validate_json(file.read_bytes())
-                self._calibration = (stamp, read)
-            return self._calibration[1]
-        except FileNotFoundError:  # cannot be stored in a read-only folder: keep it in memory
-            return self._calibration[1] if self._calibration[0] is None else None
-        except (OSError, ValueError):
-            return self._calibration[1]
-
-    def calibrate(
-        self, product: str | None = None, on_progress: Progress = lambda _: None
-    ) -> GalleryCalibration:
-        """Fit the probabilities of hits to the current items, and store the calibration.
-
-        product: the attribute that identifies the product of an item; by default that of the last
-            calibration. The curve of a golden set is kept until the set is run again.
-
-        Raises: InvalidParameterError for an attribute that no item has; GalleryWriteError;
-            GalleryConflictError for a copy, which uses the calibration of its original.
-        """
-        self._folder.refuse_copy()
-        before = self.calibration()
-        if product is not None and product not in self.schema():
-            raise InvalidParameterError(
-                f"There is no attribute {product!r}. The gallery has "
-                f"{', '.join(self.schema()) or 'none'}."
-            )
-        if product is None and before is not None and before.is_chosen:
-            product = before.product if before.product in self.schema() else None
-        seq = self._catalog.state().seq  # read before the fit, so that later changes are noticed
-        found = fit_gallery(self, product, on_progress).model_copy(update={"seq": seq})
-
-        def with_golden(now: GalleryCalibration | None) -> GalleryCalibration:
-            if now is None or now.product != found.product:
-                return found
-            golden = now.golden
-            if self._is_outdated(golden):
-                golden = (
-                    "The golden set was run when the gallery had other items. Run it again: "
-                    f"kinlens-index golden run {self.path}"
-                )
-            return found.model_copy(update={"golden": golden})
-
-        return self._keep(with_golden)
-
-    def calibrate_golden(self, queries: Callable[[str], Iterable[Labelled]]) -> GalleryCalibration:
-        """Fit the probabilities of hits to labelled photos with `fit_golden`, and store them.
-
-        `queries` is called with the attribute that identifies the product of an item.
-
-        Raises: GalleryError, GalleryWriteError.
-        """
-        known = self.calibration() or self.calibrate()
-        if known.product is None:
-            return known
-        golden = fit_golden(self, known.product, queries(known.product))
-
-        def with_golden(now: GalleryCalibration | None) -> GalleryCalibration:
-            other = now is not None and now.product != known.product
-            return (now or known).model_copy(update={} if other else {"golden": golden})
-
-        return self._keep(with_golden)
-
-    def _has_more_labels(self, known: GalleryCalibration) -> bool:
-        """Whether enough items have a product attribute now, but had not at the last calibration.
-
-        Uses a sample, since this is checked after every change.
-        """
-        wanted = PRODUCTS if known.product is None else (known.product,)
-        if (known.product and known.is_labelled) or {*wanted}.isdisjoint(self.schema()):
-            return False
-        items, _ = self.sample(SAMPLED)
-        least = LABELLED if known.product else 0.5
-        parts = [sum(name in item.attributes for item in items) for name in wanted]
-        return max(parts) >= least * len(items)
-
-    def _is_outdated(self, fitted: GalleryCalibration | Fit | str) -> bool:
-        """Whether enough items were added or removed since the fit to change the curve."""
-        if isinstance(fitted, str):
-            return False
-        with self._catalog.reading() as view:
-            size, added = view.state().size, view.count_after(fitted.last)
-        removed = fitted.items - (size - added)
-        return is_changed((added + removed) / max(fitted.items, 1))
-
-    def _keep(
-        self, change: Callable[[GalleryCalibration | None], GalleryCalibration]
-    ) -> GalleryCalibration:
-        """Store a change of the calibration as it is now: another fit may have ended meanwhile."""
-        self._folder.refuse_copy()
-        changed = change(self.calibration())
-        self._calibration = (None, changed)
-        with disk_errors_explained(self._generation):
-            data = changed.model_dump_json(indent=2).encode() + b"\n"
-            write_whole(self._generation / CALIBRATION, data, "calibration")
-            (self._generation / CALIBRATION).chmod(0o644)  # another user may serve the gallery
-        return changed
 
     def vectors(self, ids: Sequence[ItemId]) -> Embeddings:
         """The stored vectors (N, D) of known items."""
@@ -818,7 +711,7 @@ class Gallery(Searcher):
         from_scratch: bool = False,
         on_progress: Progress | None = None,
     ) -> CompactReport:
-        """Write a new segment of all items, switch to it, then calibrate.
+        """Write a new segment of all items, and switch to it.
 
         Searches and changes continue during the compaction.
 
@@ -843,15 +736,15 @@ class Gallery(Searcher):
         with self._catalog.reading():  # releases vectors that were rewritten
             pass
         collect(self._generation)
-        try:
-            self.calibrate()
-        except KinlensError as error:  # the compaction succeeded; the next change retries this
-            logging.getLogger(__name__).warning("calibration failed: %s", error)
         return report
 
     def refresh(self) -> None:
-        """Open a segment that another process has written, so that no search has to wait for it."""
+        """Notice what other processes have written: open a new segment, so that no search has to
+        wait for it, and compact in the background if that is due.
+        """
         self._snapshots.refresh()
+        if self._background is not None:
+            self._background.nudge()
 
     def has_changed(self) -> bool:
         """Whether any process has written to the catalogue since the last call, by the time of its
@@ -878,37 +771,14 @@ class Gallery(Searcher):
         with self._catalog.reading() as view:
             return self._due(view, view.state())
 
-    def calibrate_if_outdated(self) -> None:
-        """Calibrate again if a fifth of the items was added or removed, or items got a product
-        attribute since the last calibration.
-        """
-        known, state = self.calibration(), self._catalog.state()
-        if (known is not None and known.seq == state.seq) or self.copy_of is not None:
-            return
-        is_due = known is None or (
-            self._is_outdated(known)
-            or self._is_outdated(known.golden)
-            or self._has_more_labels(known)
-        )
-        if is_due and state.size:
-            with contextlib.suppress(GalleryWriteError):  # then it is kept in memory only
-                self.calibrate()
-
     def compact_in_background(
-        self,
-        on_error: Callable[[KinlensError], None] | None = None,
-        *,
-        only_calibrate: bool = False,
+        self, on_error: Callable[[KinlensError], None] | None = None
     ) -> BackgroundCompaction:
-        """Compact the gallery when due, and recalibrate it when outdated, in another thread.
-
-        `only_calibrate`: never compact.
-        """
+        """Compact the gallery in another thread whenever a write, or `refresh`, finds it due."""
         if self._background is None:
             self._background = BackgroundCompaction(
-                (lambda: None) if only_calibrate else self.needs_compaction,
+                self.needs_compaction,
                 lambda progress: self.compact(keep_removed_s=KEEP_REMOVED_S, on_progress=progress),
-                self.calibrate_if_outdated,
                 on_error,
             )
             self._background.nudge()

@@ -15,9 +15,9 @@ from kinlens.embedder.errors import InvalidParameterError
 from kinlens.embedder.machine import core_count
 from kinlens.embedder.manifest import AskedEngine, AskedPrecision
 from kinlens.embedder.preprocess import ImageLimits
-from kinlens.indexer.calibration import DEFAULT_PRIOR
 from kinlens.indexer.types import GALLERY_NAME, MILVUS, Consistency, milvus_address, seconds_of
 from kinlens.models import FeedbackMode, Scope
+from kinlens.quality.calibration import DEFAULT_PRIOR
 from kinlens.service.access.prefix import check_prefix
 from kinlens.service.access.rates import parse_network, parse_rates
 from kinlens.service.cards import check_product_url

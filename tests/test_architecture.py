@@ -34,10 +34,7 @@ ONLY_IN = {
 }
 FACADE = (
     "kinlens.indexer.gallery",
-    "kinlens.indexer.calibration",
     "kinlens.indexer.types",
-    "kinlens.indexer.golden",
-    "kinlens.indexer.intervals",
     "kinlens.indexer.images",
     "kinlens.indexer.filters.",
     "kinlens.indexer.ingest.",

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kinlens.embedder.types import ItemId
-from kinlens.indexer.calibration import product_attribute
 from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.ingest.products import product_attribute
 from kinlens.indexer.types import Ids, Item, Progress, Scores, SearchOptions, find_sorted
 
 K = 10

@@ -18,7 +18,6 @@ from kinlens.indexer.catalog.read import CatalogView
 from kinlens.indexer.folder.layout import GalleryFolder
 from kinlens.indexer.folder.manifest import read_manifest
 from kinlens.indexer.gallery import Gallery
-from kinlens.indexer.golden import GoldenSet
 from kinlens.indexer.images import source_bytes
 from kinlens.indexer.index.segment import Segment
 from kinlens.indexer.live.compaction import CATALOG, SEGMENTS
@@ -44,12 +43,11 @@ _SAME_IMAGE = 0.999
 
 
 def check_files(path: Path | str) -> None:
-    """Check all hashes of the index, and the integrity of the catalogue and the golden set.
+    """Check all hashes of the index, and the integrity of the catalogue.
 
     Raises: GalleryCorruptError.
     """
     generation = GalleryFolder(path).current()
-    GoldenSet(path).check()
     with contextlib.closing(Catalog.open(generation / CATALOG)) as catalog:
         with catalog.reading() as view:
             view.check()

@@ -33,7 +33,6 @@ from kinlens.embedder.errors import (
     GalleryNotFoundError,
     KinlensError,
 )
-from kinlens.indexer.calibration import CALIBRATION
 from kinlens.indexer.catalog.database import catalog_view
 from kinlens.indexer.catalog.read import CatalogView
 from kinlens.indexer.catalog.replay import NameRows, live_bits, name_rows, write_part
@@ -41,7 +40,13 @@ from kinlens.indexer.catalog.schema import read_state
 from kinlens.indexer.catalog.vectors import NUMBERS, VectorFile
 from kinlens.indexer.exchange.objects import ObjectFolder
 from kinlens.indexer.folder.layout import PUBLISH, UPLOADS, GalleryFolder, disk_errors_explained
-from kinlens.indexer.folder.manifest import PRECISIONS, REPORT, GalleryManifest, read_manifest
+from kinlens.indexer.folder.manifest import (
+    CALIBRATION,
+    PRECISIONS,
+    REPORT,
+    GalleryManifest,
+    read_manifest,
+)
 from kinlens.indexer.images import source_bytes
 from kinlens.indexer.index.segment import MANIFEST as SEGMENT_MANIFEST
 from kinlens.indexer.index.segment import brief

@@ -12,7 +12,7 @@ gallery/
   COPY_OF              the address of the original of this copy; copies are read-only
   downloads/           files that a copy has downloaded but not adopted yet
   files.sqlite         hashes of the images as of the last sync; builds do not change it
-  golden.sqlite        labelled queries and reports; builds do not change it
+  golden.sqlite        written by `kinlens.quality`; builds do not change it
   versions/<name>/     a generation: the result of one build, and every change since
   versions/.draft-<...>/     an unfinished build, itself a gallery; kept if the build is killed
 """
@@ -51,7 +51,6 @@ from kinlens.embedder.errors import (
 )
 from kinlens.embedder.types import SHORT
 from kinlens.indexer.folder.manifest import MANIFEST
-from kinlens.indexer.golden import GOLDEN
 
 CURRENT = "CURRENT"
 UNCHANGED = "Nothing was changed."
@@ -60,6 +59,7 @@ _WRITE = "WRITE"
 _TURN = "TURN"
 _VERSIONS = "versions"
 UPLOADS = "pictures"
+GOLDEN = "golden.sqlite"
 FILES = "files.sqlite"
 COPY_OF = "COPY_OF"
 DOWNLOADS = "downloads"

@@ -25,6 +25,9 @@ REPORT = "report.json"
 PRECISIONS = "precisions.json"
 """The precisions of items added after the build; absent if they equal that of the build."""
 
+CALIBRATION = "calibration.json"
+"""Written by `kinlens.quality`; backups and snapshots copy it."""
+
 SCHEMA_VERSION = 2
 
 

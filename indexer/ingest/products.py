@@ -1,6 +1,6 @@
-"""Changes by product: the items that have a value of the attribute `product`."""
+"""Products: the attribute that names them, and changes of all items of one."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Protocol
 
@@ -11,11 +11,25 @@ from kinlens.embedder.types import ItemId
 from kinlens.indexer.attributes import Schema
 from kinlens.indexer.filters.tree import Filter, In
 from kinlens.indexer.ingest.tables import parse_value
-from kinlens.indexer.types import Page
-from kinlens.values import AttributeValue, Scalar, values_in
+from kinlens.indexer.types import Item, Page
+from kinlens.values import AttributeValue, Scalar, single, values_in
+
+PRODUCTS = (PRODUCT, "class")
+"""Attributes that name the product of an item, the best first: the first one comes from uploads,
+the second one from the folder of the image in a build."""
 
 _PART = 1_000
 _PAGE = 10_000
+
+
+def product_attribute(items: Sequence[Item]) -> str | None:
+    """The first of `PRODUCTS` that half of the items have, with several values."""
+    for name in PRODUCTS:
+        named = [single(item.attributes.get(name)) for item in items]
+        values = [value for value in named if value is not None]
+        if 2 * len(values) >= len(items) and len(set(values)) > 1:
+            return name
+    return None
 
 
 class Pages(Protocol):

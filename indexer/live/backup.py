@@ -32,12 +32,12 @@ from kinlens.embedder.errors import (
     GalleryError,
     GalleryNotFoundError,
 )
-from kinlens.indexer.calibration import CALIBRATION
 from kinlens.indexer.catalog.database import Catalog, catalog_view
 from kinlens.indexer.catalog.read import CatalogView, State
 from kinlens.indexer.catalog.vectors import VECTORS
-from kinlens.indexer.folder.layout import GalleryFolder, disk_errors_explained
+from kinlens.indexer.folder.layout import GOLDEN, GalleryFolder, disk_errors_explained
 from kinlens.indexer.folder.manifest import (
+    CALIBRATION,
     PRECISIONS,
     GalleryManifest,
     read_manifest,
@@ -45,7 +45,6 @@ from kinlens.indexer.folder.manifest import (
     write_manifest,
 )
 from kinlens.indexer.folder.manifest import REPORT as BUILD_REPORT
-from kinlens.indexer.golden import GoldenSet
 from kinlens.indexer.index.segment import MANIFEST as SEGMENT_MANIFEST
 from kinlens.indexer.index.segment import check_file
 from kinlens.indexer.index.segment import read_manifest as read_segment_manifest
@@ -94,8 +93,7 @@ def backup(
         make_folder(out.parent, "backup")
         with staged(out.parent, f".{out.name}.part-") as stage:
             report = _write(source, stage, on_progress)
-            GoldenSet(gallery).copy_to(stage)
-            GoldenSet(stage).check()
+            _copy_database(Path(gallery) / GOLDEN, stage / GOLDEN)
             sync_tree(stage, "backup")
             rename(stage, out, "backup")
     return report
@@ -124,14 +122,12 @@ def restore(
         )
     source, folder = GalleryFolder(backup).current(), GalleryFolder(out)
     _refuse_overwrite(folder, replace)
-    golden = GoldenSet(backup)
-    golden.check()
     with disk_errors_explained(folder.path), folder.locked(), folder.stage() as stage:
         _refuse_overwrite(folder, replace)
         manifest = _with_new_uid(source)
         _copy(source, stage, manifest, on_progress)
         folder.publish(stage, manifest.generation)
-        golden.copy_to(folder.path)
+        _copy_database(Path(backup) / GOLDEN, folder.path / GOLDEN)
     return manifest
 
 
@@ -149,7 +145,6 @@ def check_backup(backup: Path | str) -> BackupReport:
     with catalog_view(folder / CATALOG) as view:
         state = view.state()
     _check(folder, state)
-    GoldenSet(backup).check()
     return report
 
 
@@ -269,6 +264,16 @@ def _is_copied(source: Path, target: Path, on_progress: Progress) -> bool:
     finally:
         os.close(descriptor)
     return True
+
+
+def _copy_database(source: Path, target: Path) -> None:
+    """Copy one state of an SQLite file that may be in use; an absent one is skipped."""
+    if source.is_file():
+        with (
+            contextlib.closing(sqlite3.connect(source)) as read,
+            contextlib.closing(sqlite3.connect(target)) as write,
+        ):
+            read.backup(write)
 
 
 def _refuse_overwrite(folder: GalleryFolder, replace: bool) -> None:

@@ -332,7 +332,6 @@ class BackgroundCompaction:
 
     due: returns why a compaction is due, or None.
     compact: runs it; takes a progress callback.
-    when_not_due: called after a change if no compaction is due.
 
     A failure is logged, stored in `last_error` and passed to `on_error`. It is retried after a
     pause that doubles each time, up to an hour.
@@ -342,14 +341,12 @@ class BackgroundCompaction:
         self,
         due: Callable[[], str | None],
         compact: Callable[[Progress], object],
-        when_not_due: Callable[[], object],
         on_error: Callable[[KinlensError], None] | None = None,
         retry_s: float = _RETRY_S,
     ) -> None:
         self.last_error: KinlensError | None = None
         self._due = due
         self._compact = compact
-        self._when_not_due = when_not_due
         self._on_error = on_error
         self._pause_s = self._retry_s = retry_s
         self._is_nudged = False
@@ -389,8 +386,6 @@ class BackgroundCompaction:
             try:
                 if self._due():
                     self._compact(self._step)
-                else:
-                    self._when_not_due()
                 self.last_error = None
                 self._pause_s = self._retry_s
             except GalleryBusyError:

@@ -11,7 +11,6 @@ from pydantic import BaseModel, ConfigDict
 from starlette.convertors import Convertor, register_url_convertor
 
 from kinlens.embedder import errors
-from kinlens.indexer.calibration import Calibrated
 from kinlens.indexer.gallery import GalleryFacts
 from kinlens.indexer.types import AttributeFacts, Item
 from kinlens.models import (
@@ -24,6 +23,7 @@ from kinlens.models import (
     IndexModel,
     ThresholdModel,
 )
+from kinlens.quality.calibration import Calibrated
 from kinlens.service.access.audit import note
 from kinlens.service.access.prefix import public_path
 from kinlens.service.galleries.feedback import forget

@@ -14,17 +14,8 @@ from fastapi import APIRouter, Path, Query, Request, Response
 from kinlens.embedder import errors
 from kinlens.embedder.errors import ImageError, InvalidParameterError, KinlensError
 from kinlens.golden import GoldenQueries, GoldenQuery, GoldenRun, GoldenRuns, Label
-from kinlens.indexer.gallery import Gallery
-from kinlens.indexer.golden import (
-    KEPT_RUNS,
-    GoldenResults,
-    GoldenSet,
-    NewQuery,
-    Vector,
-    ask,
-    labelled,
-    threshold_of,
-)
+from kinlens.quality.golden import KEPT_RUNS, GoldenSet, NewQuery
+from kinlens.quality.judging import GoldenResults, Vector, ask, labelled, threshold_of
 from kinlens.service.access.audit import note
 from kinlens.service.api.galleries import CHANGE_FAILURES, FAILURES, IMAGE_FAILURES, Service
 from kinlens.service.api.images import AS_SIZE, KEPT, Size
@@ -210,9 +201,9 @@ async def _run(
             work = partial(ask, gallery, query, vector)
             vectors[query.sha256] = vector
             begun.outcomes.append(await pool.run(work, bulk=True))
-        if isinstance(gallery, Gallery):
+        if served.calibrator is not None:
             known = partial(labelled, gallery, queries, vectors)
-            fit = partial(gallery.calibrate_golden, known)
+            fit = partial(served.calibrator.fit_golden, known)
             await pool.run(fit, bulk=True)
     return begun.report(threshold_of(model.calibration) if min_score is None else min_score)
 

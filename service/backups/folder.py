@@ -31,6 +31,7 @@ from kinlens.indexer.gallery import backup as backup_gallery
 from kinlens.indexer.gallery import check_backup, current_generation, current_manifest
 from kinlens.indexer.gallery import restore as restore_gallery
 from kinlens.indexer.types import Progress
+from kinlens.quality.golden import GoldenSet
 from kinlens.service.access.keys import KeyStore
 from kinlens.service.galleries.bundles import Bundles
 from kinlens.service.galleries.locations import Locations, known_bundles
@@ -199,6 +200,7 @@ def check(backup: Path, on_progress: Progress) -> Backup:
         ) from error
     for gallery in report.galleries:
         check_backup(_gallery_in(backup, gallery.name))
+        GoldenSet(_gallery_in(backup, gallery.name)).check()
     for bundle in report.bundles:
         Bundle.open(backup / "bundles" / bundle.bundle_id)
     if (backup / "state" / _KEYS).is_file():
@@ -272,6 +274,7 @@ def _save_galleries(
         target, uploads = _gallery_in(stage, location.name), UploadFolder(location.path)
         with uploads.removal_paused():
             try:
+                GoldenSet(location.path).check()
                 saved = backup_gallery(location.path, target, on_progress)
             except KinlensError:
                 if location.managed and current_generation(location.path) is None:

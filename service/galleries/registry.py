@@ -28,6 +28,7 @@ from kinlens.embedder.errors import (
     BundleMismatchError,
     BundleNotFoundError,
     DeadlineExceededError,
+    GalleryBusyError,
     GalleryConflictError,
     GalleryCorruptError,
     GalleryNotFoundError,
@@ -36,9 +37,10 @@ from kinlens.embedder.errors import (
     OverloadedError,
 )
 from kinlens.embedder.session import ModelFacts, check_precision
-from kinlens.indexer.calibration import Calibrated
 from kinlens.indexer.gallery import Gallery as IndexedGallery
 from kinlens.indexer.gallery import MilvusStore
+from kinlens.quality.calibration import Calibrated
+from kinlens.quality.calibrator import Calibrator
 from kinlens.service.access.binding import Binding, of_caller
 from kinlens.service.concurrency import (
     BoundedPool,
@@ -72,6 +74,7 @@ _LOCATION_S = 2.0  # a healthy disk or server answers much sooner
 _HANGS = "It continues, and the gallery is served once it is open. Check its disk or server."
 _OPENERS = 4
 _CALLS = 16
+_PAUSE = 20  # times as long as it took to find a calibration not outdated, until the next time
 _REMOTE_READS = 2  # of the openers, so that servers that are away leave the others
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 60.0
@@ -115,6 +118,9 @@ class Served:
         self.follows = location.follows
         self.is_remote = isinstance(gallery, MilvusStore)
         self.calibrated: Calibrated | str = "No search yet"  # the calibration of the last search
+        self.calibrator = Calibrator(gallery) if isinstance(gallery, IndexedGallery) else None
+        self.is_to_examine = self.calibrator is not None  # whether its calibration is outdated
+        self.examine_at = 0.0  # not before this time, by the clock of `time.monotonic`
         self._shared = location.uploads
         self._usage = _Usage(close)
 
@@ -279,6 +285,7 @@ class Registry:
         self._reading: dict[str, asyncio.Task[None]] = {}
         self._closings: set[futures.Future[None]] = set()
         self._openers = DaemonThreads("gallery", _OPENERS, _LOCATION_S)
+        self._calibrators = DaemonThreads("calibration", 1)
         self._remote = asyncio.Semaphore(_REMOTE_READS)
         self._looks = KeyedThreads(_CALLS)
         self._descriptions = KeyedThreads(_CALLS)
@@ -530,6 +537,7 @@ class Registry:
                 self._begin_if_changed(location, stamp)
                 if has_changed:
                     self._refresh(location.name)
+                self._calibrate(location.name, has_changed)
         except Exception as error:
             # The boundary of the task: a disk that fails now may work at the next look.
             structlog.get_logger().error("galleries cannot be read", exc_info=error)
@@ -633,6 +641,24 @@ class Registry:
             refreshing = self._openers.submit(served.whole.refresh, subject=name)
             refreshing.add_done_callback(lambda _: served.release())
 
+    def _calibrate(self, name: str, has_changed: bool) -> None:
+        """Calibrate a gallery again if it has changed enough; one gallery at a time."""
+        served = self._served.get(name)
+        if served is None or served.calibrator is None:
+            return
+        served.is_to_examine |= has_changed
+        is_time = time.monotonic() >= served.examine_at
+        if served.is_to_examine and is_time and served.acquire():
+            served.is_to_examine, served.examine_at = False, math.inf
+            work = partial(_calibrate, served, self._refuse_if_stopped)
+            self._calibrators.submit(work, subject=name).add_done_callback(
+                lambda _: served.release()
+            )
+
+    def _refuse_if_stopped(self, _: int) -> None:
+        if self._is_stopped:
+            raise GalleryBusyError("The calibration was cancelled: the service is stopping.")
+
     def _make_served(self, location: GalleryLocation, gallery: Opened, model: Model) -> Served:
         return Served(gallery, model, location, lambda: self._close(location, gallery))
 
@@ -668,6 +694,7 @@ class Registry:
 
     def _join(self) -> None:
         self._openers.close()
+        self._calibrators.close()
         futures.wait(list(self._closings), _CLOSE_S)
 
     async def _drop_models(self) -> None:
@@ -747,8 +774,24 @@ def probe(gallery: Opened, model: Model) -> tuple[str, bool]:
 
 
 def _begin_compaction(gallery: Opened, location: GalleryLocation) -> None:
-    if isinstance(gallery, IndexedGallery):
-        gallery.compact_in_background(only_calibrate=not location.managed)
+    if isinstance(gallery, IndexedGallery) and location.managed:
+        gallery.compact_in_background()
+
+
+def _calibrate(served: Served, on_progress: Callable[[int], None]) -> None:
+    """Examine the calibration of a gallery. A failure is reported; the next change repeats it."""
+    assert served.calibrator is not None
+    begun, fitted = time.monotonic(), False
+    try:
+        fitted = served.calibrator.fit_if_outdated(on_progress)
+    except GalleryBusyError:
+        pass  # the service is stopping
+    except Exception as error:
+        # The boundary of the thread: searches go on with the last calibration.
+        structlog.get_logger().warning("calibration failed", gallery=served.name, exc_info=error)
+    ended = time.monotonic()
+    # A fit needs many changes, but each change may need a sample of the items.
+    served.examine_at = ended if fitted else ended + _PAUSE * (ended - begun)
 
 
 def _check_fits(location: GalleryLocation, gallery: Opened, model: ModelFacts) -> None:

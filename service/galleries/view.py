@@ -104,9 +104,6 @@ class GalleryView:
     def schema(self) -> Schema:
         return self.whole.schema()
 
-    def calibration(self) -> None:
-        """None, because the curve is fitted to all items."""
-
     def facts(self) -> GalleryFacts:
         """Facts about the view, without the index, whose sizes count all items."""
         own = {"size": self.size, "delta": 0, "tombstones": 0}

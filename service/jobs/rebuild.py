@@ -20,17 +20,7 @@ from kinlens.embedder.seen import Seen
 from kinlens.embedder.session import OnnxEmbedder
 from kinlens.embedder.sources.tables import class_in
 from kinlens.golden import Interval
-from kinlens.indexer.checks.compare import Comparison, compare
 from kinlens.indexer.gallery import Gallery, copy_bytes, current_manifest
-from kinlens.indexer.golden import (
-    MIN_JUDGED,
-    GoldenResults,
-    GoldenSet,
-    change,
-    embedded,
-    labelled,
-    threshold_of,
-)
 from kinlens.indexer.images import ANY_SIZE, read_image
 from kinlens.indexer.ingest.rebuild import (
     Follower,
@@ -42,6 +32,17 @@ from kinlens.indexer.ingest.rebuild import (
 )
 from kinlens.indexer.ingest.sources import Record
 from kinlens.indexer.types import Item, Progress
+from kinlens.quality.calibrator import Calibrator
+from kinlens.quality.compare import Comparison, compare
+from kinlens.quality.golden import GoldenSet
+from kinlens.quality.judging import (
+    MIN_JUDGED,
+    GoldenResults,
+    change,
+    embedded,
+    labelled,
+    threshold_of,
+)
 from kinlens.service.galleries.uploads import UploadFolder
 from kinlens.service.jobs.fairness import Questions, fair_questions, seen_by_bundle
 from kinlens.service.jobs.params import (
@@ -288,10 +289,10 @@ def replace_model(
 
 
 def _calibrate_as(old: Gallery, new: Gallery) -> None:
-    """Calibrate the new gallery with the product attribute that was chosen for the old one."""
-    calibration = old.calibration()
-    if calibration is not None and calibration.is_chosen and calibration.product in new.schema():
-        new.calibrate(calibration.product)
+    """Calibrate the new gallery, with the product attribute that was chosen for the old one."""
+    known = Calibrator(old).stored()
+    is_chosen = known is not None and known.is_chosen and known.product in new.schema()
+    Calibrator(new).fit(known.product if known is not None and is_chosen else None)
 
 
 def _judged_by_golden(
@@ -320,7 +321,7 @@ def _judged_by_golden(
     vectors = embedded(golden, queries, follower.embedder)
     after = GoldenResults.of(new, queries, vectors)
     try:
-        new.calibrate_golden(partial(labelled, new, queries, vectors))
+        Calibrator(new).fit_golden(partial(labelled, new, queries, vectors))
     except GalleryError as error:  # the gallery is usable, and can be calibrated later
         context.log(f"the probabilities were not fitted to the golden set: {error}")
     thresholds = [threshold_of(one.calibration) for one in (old, follower.embedder)]

@@ -29,10 +29,9 @@ from kinlens.embedder.errors import (
     KinlensError,
 )
 from kinlens.embedder.types import Embeddings, Hit, ItemId
-from kinlens.indexer.calibration import Calibrated, Shares, choose
 from kinlens.indexer.gallery import Gallery as IndexedGallery
-from kinlens.indexer.gallery import MilvusStore
 from kinlens.indexer.types import Group, Item, SearchOptions, combined_query, no_checkpoint
+from kinlens.quality.calibration import Calibrated, Shares, choose
 from kinlens.service.concurrency import DaemonThreads, SearchThreads, too_late
 from kinlens.service.encoding.cache import Cache, Lookup, answer_key
 from kinlens.service.encoding.model import Stages, View
@@ -471,12 +470,12 @@ def _prior_of(gallery: IndexedGallery, product: str, liked: Sequence[Item], prio
 
 def calibrated_by(served: Served) -> Calibrated | str:
     """The calibration that a gallery uses now, or the reason why there is none."""
-    gallery, model = served.gallery, served.model
-    if isinstance(gallery, MilvusStore):
+    model = served.model
+    if served.calibrator is None:
         return "Galleries on Milvus are not calibrated"
-    if isinstance(gallery, GalleryView):
+    if isinstance(served.gallery, GalleryView):
         return FILTERED
-    return choose(gallery.calibration(), model.calibration, model.no_calibration)
+    return choose(served.calibrator.stored(), model.calibration, model.no_calibration)
 
 
 class RecallSampler:

@@ -16,11 +16,11 @@ from pydantic_core import to_json
 
 from kinlens.embedder.preprocess import Box
 from kinlens.embedder.types import Hit, ItemId
-from kinlens.indexer.calibration import Shares
 from kinlens.indexer.checks.duplicates import LEAST_SCORE, near_score
 from kinlens.indexer.filters.tree import Filter
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.types import Boost, Facet, Group, Grouping, SearchOptions, SortBy, VectorStore
+from kinlens.quality.calibration import Shares
 from kinlens.service.encoding.model import Stages, View
 from kinlens.service.galleries.links import plain_link
 from kinlens.service.galleries.view import GalleryView

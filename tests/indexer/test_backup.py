@@ -17,6 +17,7 @@ from kinlens.embedder.errors import GalleryCorruptError
 from kinlens.indexer.gallery import Gallery, copy_bytes, current_generation
 from kinlens.indexer.live.backup import restore
 from kinlens.indexer.types import Entry
+from kinlens.quality.calibrator import Calibrator
 from tests.indexer import oracle
 from tests.indexer.conftest import flipped, generation_of, segment_of, truncated, zeroed
 from tests.indexer.crasher import DIM, vector
@@ -34,6 +35,7 @@ def fill(path: Path, count: int = 200) -> Path:
     gallery = Gallery.create(path, name="shop", bundle_id="b" * 64, dim=DIM, source_root="/shop")
     gallery.add([entry(f"item {n}", stock=n, sale=n % 2 == 0) for n in range(count)])
     gallery.compact()
+    Calibrator(gallery).fit()
     gallery.remove([f"item {n}" for n in range(0, count, 10)])
     gallery.add([entry(f"later {n}", price=n / 2) for n in range(20)])
     gallery.close()
@@ -50,7 +52,7 @@ def content(path: Path) -> dict[str, Any]:
             "vectors": gallery.vectors([item.id for item in items]).tobytes(),
             "facts": gallery.facts().model_dump(exclude={"generation", "version"}),
             "answers": gallery.search(QUERIES, 10_000),
-            "calibration": gallery.calibration(),
+            "calibration": Calibrator(gallery).stored(),
         }
 
 

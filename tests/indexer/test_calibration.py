@@ -9,9 +9,11 @@ import pytest
 
 from kinlens.embedder.errors import InvalidParameterError
 from kinlens.embedder.types import Embeddings, Hit
-from kinlens.indexer.calibration import CALIBRATION, Calibrated, Fit, Labelled, Shares, choose
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.types import Entry
+from kinlens.quality.calibration import Calibrated, Fit, Shares, choose
+from kinlens.quality.calibrator import Calibrator
+from kinlens.quality.fitting import Labelled
 from tests.embedder.bundles import CALIBRATION as BUNDLE
 
 DIM = 24
@@ -54,7 +56,7 @@ def make(tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..., Galler
 
 
 def usable(gallery: Gallery) -> Calibrated:
-    found = choose(gallery.calibration(), None, None)
+    found = choose(Calibrator(gallery).stored(), None, None)
     assert isinstance(found, Calibrated), found
     return found
 
@@ -79,6 +81,7 @@ def test_the_probability_of_the_best_hit_is_right_for_new_photos(
     products = 80
     gallery = make(photos(products, views))
     gallery.compact()
+    Calibrator(gallery).fit_if_outdated()
     fresh = photos(products + 80, 4, seed=1)
     present = [fresh[n, v] for n in range(products) for v in range(4)]
     names: list[str | None] = [f"p{n}" for n in range(products) for _ in range(4)]
@@ -92,45 +95,46 @@ def test_the_probability_of_the_best_hit_is_right_for_new_photos(
     assert true[sure].mean() > 0.7
 
 
-def test_a_compaction_calibrates_and_much_change_does_so_again(make, tmp_path: Path) -> None:
+def test_a_gallery_is_calibrated_again_after_much_change_and_by_no_compaction(make) -> None:
     vectors = photos(60, 4)
     gallery = make(vectors[:40])
-    assert gallery.calibration() is None
+    calibrator = Calibrator(gallery)
     gallery.compact()
-    found = gallery.calibration()
+    assert calibrator.stored() is None
+    calibrator.fit_if_outdated()
+    found = calibrator.stored()
     assert (found.product, found.products, found.labelled, found.items) == ("product", 40, 160, 160)
     assert isinstance(found.gallery, Fit)
     assert max(found.gallery.errors) < 0.15
-    [file] = (tmp_path / "g").rglob(CALIBRATION)
+    [file] = gallery.path.rglob("calibration.json")
     file.write_text("{")
-    with contextlib.closing(Gallery.open(tmp_path / "g")) as again:
-        assert again.calibration() is None
-        file.unlink()
-        again.calibrate_if_outdated()
-        assert again.calibration() == found
+    again = Calibrator(gallery)
+    assert again.stored() is None
+    file.unlink()
+    again.fit_if_outdated()
+    assert again.stored() == calibrator.stored() == found
     gallery.add(entries(vectors)[160:190])
-    gallery.calibrate_if_outdated()
-    assert gallery.calibration() == found
+    calibrator.fit_if_outdated()
+    assert calibrator.stored() == found
     gallery.add(entries(vectors)[190:])  # a fifth more
-    gallery.calibrate_if_outdated()
-    assert (gallery.calibration().products, gallery.calibration().items) == (60, 240)
+    calibrator.fit_if_outdated()
+    assert (calibrator.stored().products, calibrator.stored().items) == (60, 240)
 
 
 def test_products_are_named_by_the_best_attribute_or_the_one_that_was_chosen(make) -> None:
     gallery = make(photos(40, 4), attribute="shelf")
-    gallery.calibrate_if_outdated()
-    reported = choose(gallery.calibration(), BUNDLE, None)
+    Calibrator(gallery).fit_if_outdated()
+    reported = choose(Calibrator(gallery).stored(), BUNDLE, None)
     assert "No attribute names the product of an item" in str(reported)
     for name in ("class", "product"):
         gallery.update({f"{p}/{v}": {name: f"p{p}"} for p in range(40) for v in range(4)})
-        gallery.calibrate_if_outdated()
-        gallery.compact()
+        Calibrator(gallery).fit()
         assert usable(gallery).product == name
-    gallery.calibrate("shelf")
-    gallery.compact()  # it is remembered
+    Calibrator(gallery).fit("shelf")
+    Calibrator(gallery).fit()  # it is remembered
     assert usable(gallery).product == "shelf"
     with pytest.raises(InvalidParameterError, match="no attribute 'brand'"):
-        gallery.calibrate("brand")
+        Calibrator(gallery).fit("brand")
 
 
 @pytest.mark.parametrize(
@@ -145,8 +149,8 @@ def test_a_gallery_that_cannot_be_calibrated_says_why(
     make, products: int, views: int, noise: float, reason: str
 ) -> None:
     gallery = make(photos(products, views, noise))
-    gallery.calibrate()
-    reported = choose(gallery.calibration(), None, "The model was exported without images.")
+    Calibrator(gallery).fit()
+    reported = choose(Calibrator(gallery).stored(), None, "The model was exported without images.")
     assert reason in str(reported)
     assert "The model was exported without images." in str(reported)
 
@@ -155,13 +159,13 @@ def test_copies_of_the_query_photo_are_not_evidence(make) -> None:
     """A shop that lists each photo twice must not look like one that finds everything."""
     vectors = photos(60, 4, noise=0.3)
     single = make(vectors)
-    single.calibrate()
+    Calibrator(single).fit()
     alone = usable(single)
     single.add(
         Entry(f"again/{one.key}", one.vector, f"f{one.sha256[1:]}", one.attributes)
         for one in entries(vectors)
     )
-    single.calibrate()
+    Calibrator(single).fit()
     twice = usable(single)
     fresh = photos(60, 2, noise=0.3, seed=1)[:, 0]
     reported = []
@@ -173,13 +177,13 @@ def test_copies_of_the_query_photo_are_not_evidence(make) -> None:
 
 def test_golden_photos_come_first_and_products_that_are_absent_count(make) -> None:
     gallery = make(photos(60, 1))
-    gallery.calibrate()
-    assert isinstance(choose(gallery.calibration(), None, None), str)
+    Calibrator(gallery).fit()
+    assert isinstance(choose(Calibrator(gallery).stored(), None, None), str)
     fresh = photos(90, 3, seed=1)
     queries = [
         (fresh[n, v], f"p{n}", right(n) if n < 60 else None) for n in range(90) for v in range(3)
     ]
-    gallery.calibrate_golden(lambda _: queries)
+    Calibrator(gallery).fit_golden(lambda _: queries)
     found = usable(gallery)
     assert found.source == "golden"
     assert found.fit.searches == 2 * 180 + 90
@@ -187,11 +191,11 @@ def test_golden_photos_come_first_and_products_that_are_absent_count(make) -> No
     names: list[str | None] = [f"p{n}" if n < 60 else None for n in range(90)]
     reported, true = asked(gallery, asking[:, 0], names, 1 / 3)
     assert reported.mean() == pytest.approx(true.mean(), abs=0.1)
-    gallery.compact()  # a new segment keeps the figures of the golden set
+    Calibrator(gallery).fit()  # keeps the figures of the golden set
     assert usable(gallery).source == "golden"
     for count, reason in ((45, "has 15 products; at least 16"), (48, "at least 50 and 100 are")):
-        gallery.calibrate_golden(lambda _, some=queries[:count]: some)
-        assert reason in str(gallery.calibration().golden)
+        Calibrator(gallery).fit_golden(lambda _, some=queries[:count]: some)
+        assert reason in str(Calibrator(gallery).stored().golden)
 
 
 def test_a_golden_curve_is_kept_until_the_gallery_has_other_items(make) -> None:
@@ -204,14 +208,14 @@ def test_a_golden_curve_is_kept_until_the_gallery_has_other_items(make) -> None:
                 yield fresh[n, v], f"p{n}", right(n)
         with contextlib.closing(Gallery.open(gallery.path)) as other:
             other.add(entries(photos(62, 4)))
-            other.calibrate()
+            Calibrator(other).fit()
 
-    found = gallery.calibrate_golden(lambda _: queries())
+    found = Calibrator(gallery).fit_golden(lambda _: queries())
     assert isinstance(found.golden, Fit)
     assert isinstance(found.gallery, Fit)
     assert (found.items, usable(gallery).source) == (248, "golden")
     gallery.add(entries(photos(100, 4)))  # the sixty and forty others
-    gallery.calibrate_if_outdated()
+    Calibrator(gallery).fit_if_outdated()
     found = usable(gallery)
     assert found.source == "gallery"
     assert "run when the gallery had other items. Run it again" in str(found.reason)
@@ -222,24 +226,24 @@ def test_products_with_different_numbers_of_images_are_asked_for_equally_often(m
     vectors = photos(160, 12)
     gallery = make(vectors[:, :1])
     gallery.add(entries(vectors[:40]))
-    gallery.compact()
+    Calibrator(gallery).fit()
     fresh = photos(160, 4, seed=1)
     names: list[str | None] = [f"p{n}" for n in range(160) for _ in range(4)]
     reported, true = asked(gallery, fresh.reshape(-1, DIM), names, 0.0)
     assert reported.mean() == pytest.approx(true.mean(), abs=0.07)
     rare = np.arange(len(reported)) >= 40 * 4
     assert reported[rare].mean() == pytest.approx(true[rare].mean(), abs=0.12)
-    bundle = gallery.calibration()
+    bundle = Calibrator(gallery).stored()
     alone = bundle.model_copy(update={"gallery": "none"})
     assert "far more or fewer than the average of 3.8" in str(choose(alone, BUNDLE, None))
 
 
 def test_a_gallery_that_names_few_of_its_products_has_no_probabilities(make) -> None:
     gallery = make(photos(60, 8))
-    gallery.calibrate()
+    Calibrator(gallery).fit()
     assert usable(gallery).source == "gallery"
     gallery.update({f"{p}/{v}": {"product": None} for p in range(60) for v in range(0, 8, 4)})
-    gallery.calibrate()
-    reported = choose(gallery.calibration(), BUNDLE, None)
+    Calibrator(gallery).fit()
+    reported = choose(Calibrator(gallery).stored(), BUNDLE, None)
     assert "360 of 480 items have the attribute `product`" in str(reported)
     assert "at least 95% are needed" in str(reported)

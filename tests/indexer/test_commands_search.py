@@ -8,8 +8,8 @@ from PIL import Image
 from typer.testing import Result
 
 from kinlens.embedder.sources.names import printable
-from kinlens.indexer.calibration import GalleryCalibration
-from kinlens.indexer.gallery import Gallery
+from kinlens.quality.calibration import GalleryCalibration
+from kinlens.quality.calibrator import Calibrator
 from tests.indexer.conftest import PHOTOS, failure, printed, query
 from tests.support.market import CALIBRATION
 
@@ -44,7 +44,7 @@ def test_a_calibrated_gallery_says_how_likely_each_answer_is_right(
     known = GalleryCalibration(
         items=6, last=6, product="class", products=3, labelled=6, even=1, gallery="few"
     )
-    monkeypatch.setattr(Gallery, "calibration", lambda _: known)
+    monkeypatch.setattr(Calibrator, "stored", lambda _: known)
     curve = CALIBRATION.model_copy(
         update={"curves": (CALIBRATION.curves[0].model_copy(update={"products": 3}),)}
     )

@@ -14,9 +14,10 @@ from kinlens.embedder.errors import (
 from kinlens.golden import Label
 from kinlens.indexer.checks.verify import check_files
 from kinlens.indexer.gallery import Gallery
-from kinlens.indexer.golden import MAX_QUERIES, GoldenResults, GoldenSet, NewQuery, change
-from kinlens.indexer.golden import labelled as golden_labels
 from kinlens.indexer.live.backup import restore
+from kinlens.quality.golden import MAX_QUERIES, GoldenSet, NewQuery
+from kinlens.quality.judging import GoldenResults, change
+from kinlens.quality.judging import labelled as golden_labels
 from tests.indexer.conftest import Run, failure, flipped, printed
 from tests.indexer.oracle import DIM, clumped, entry, units
 from tests.support.seams import adopt, backup, compare
@@ -173,19 +174,22 @@ def test_a_golden_set_stays_through_swap_build_and_compaction_and_is_in_the_back
         check_files(target)
 
 
-def test_a_damaged_golden_set_is_reported_and_neither_backed_up_nor_used(gallery, tmp_path) -> None:
+def test_a_damaged_golden_set_is_reported_and_neither_backed_up_nor_used(
+    gallery: Gallery, tmp_path: Path, run: Run
+) -> None:
     stocked(gallery, 40)
     golden = GoldenSet(gallery.path)
     golden.add([NewQuery(bytes(100_000), Label(keys=("k0",)))], gallery)
     backup(gallery.path, tmp_path / "good")
     flipped(golden.file)
     for work in (
-        lambda: check_files(gallery.path),
+        golden.check,
         lambda: golden.image(golden.queries()[0].sha256),
-        lambda: backup(gallery.path, tmp_path / "bad"),
     ):
         with pytest.raises(GalleryCorruptError, match=r"golden\.sqlite"):
             work()
+    for command in (("backup", gallery.path, "--out", tmp_path / "bad"), ("verify", gallery.path)):
+        assert "golden.sqlite" in failure(run(*command))
     assert not (tmp_path / "bad").exists()
     golden.file.write_bytes(b"no database at all" * 100)
     with pytest.raises(GalleryCorruptError, match="damaged"):

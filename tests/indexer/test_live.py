@@ -175,6 +175,20 @@ def test_background_compaction_begins_at_a_fifth_removed_and_searches_go_on(gall
     assert background.last_error is None
 
 
+def test_writes_of_another_process_are_compacted_once_they_are_noticed(gallery, out: Path) -> None:
+    gallery.add(entries(range(500)))
+    gallery.compact()
+    background = gallery.compact_in_background()
+    gallery.has_changed()
+    with closing(Gallery.open(out)) as script:
+        script.remove(f"k{n}" for n in range(100))
+    assert gallery.has_changed()
+    gallery.refresh()
+    until(lambda: gallery.facts().tombstones == 0)
+    assert keys(gallery) == {f"k{n}" for n in range(100, 500)}
+    assert background.last_error is None
+
+
 def test_a_failed_background_compaction_is_reported_and_the_gallery_answers(
     gallery: Gallery, monkeypatch: pytest.MonkeyPatch
 ) -> None:

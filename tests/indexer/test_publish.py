@@ -27,6 +27,7 @@ from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.index.plan import IndexSettings
 from kinlens.indexer.live.backup import restore
 from kinlens.indexer.types import Entry, SearchOptions
+from kinlens.quality.calibrator import Calibrator
 from tests.indexer import crasher
 from tests.indexer.conftest import Run, failure, faults, printed, stops_at
 from tests.indexer.crasher import forks
@@ -57,6 +58,7 @@ def original(gallery: Gallery, address: str) -> Gallery:
     """A gallery with an index that is published."""
     gallery.add(entries(range(300)))
     gallery.compact()
+    Calibrator(gallery).fit()
     publish(gallery.path, address)
     return gallery
 
@@ -103,7 +105,7 @@ def check_same(original: Gallery, copy: Path) -> None:
             SearchOptions(where=parse_filter("stock < 4")) if ids else SearchOptions(),
         ):
             assert opened.search(QUERIES, 7, options) == original.search(QUERIES, 7, options)
-        assert opened.calibration() == original.calibration()
+        assert Calibrator(opened).stored() == Calibrator(original).stored()
 
 
 def test_copies_are_the_original_after_any_changes_however_often_they_look(
@@ -276,7 +278,7 @@ def test_a_copy_refuses_changes_with_the_address_of_its_original(
             lambda: copy.remove(["k1"]),
             lambda: copy.update({"k1": {"stock": 5}}),
             copy.compact,
-            copy.calibrate,
+            Calibrator(copy).fit,
             lambda: Gallery.create(copy.path, name="x", bundle_id=BUNDLE, dim=DIM),
             lambda: publish(copy.path, address),
         ):

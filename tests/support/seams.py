@@ -7,7 +7,6 @@ tests are fixed here.
 
 from kinlens.commands import options
 from kinlens.embedder.durable import set_fault_hook
-from kinlens.indexer.checks.compare import compare
 from kinlens.indexer.exchange.milvus import MilvusStore
 from kinlens.indexer.exchange.objects import ObjectFolder
 from kinlens.indexer.exchange.publish import publish
@@ -23,6 +22,7 @@ from kinlens.indexer.ingest.embed import EmbedSettings
 from kinlens.indexer.ingest.rebuild import adopt
 from kinlens.indexer.live.backup import backup
 from kinlens.indexer.types import GalleryExport
+from kinlens.quality.compare import compare
 from kinlens.service.access.audit import AuditLog, Change
 from kinlens.service.access.keys import FreshKeys, KeyStore, Limits
 from kinlens.service.access.rates import (

@@ -18,6 +18,7 @@ from kinlens.embedder.preprocess import MAX_SIDE_PX
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.ingest.build import build_gallery
 from kinlens.indexer.ingest.sources import folder_source
+from kinlens.quality.calibrator import Calibrator
 from tests.support.servers import Running, workers_of
 from tests.support.shops import PROBLEM, assert_problem, make_gallery, start_shop
 from tests.tiny import encoded, photo
@@ -163,7 +164,7 @@ def test_a_known_image_is_304_without_reading_the_file(service, catalogue, photo
 def test_a_damaged_catalogue_is_503_and_not_ready(tmp_path, data, closes) -> None:
     make_gallery(tmp_path / "galleries" / "shop", "k")
     with closing(Gallery.open(tmp_path / "galleries" / "shop")) as gallery:
-        gallery.calibrate()  # else the service does, and its pages are in memory
+        Calibrator(gallery).fit()  # else the service does, and its pages are in memory
     shop = closes(start_shop(tmp_path))
     (catalog,) = shop.folder.glob("versions/*/catalog.sqlite")
     with closing(Gallery.open(tmp_path / "galleries" / "shop")) as gallery:

@@ -15,7 +15,7 @@ from kinlens.embedder.bundle import write_bundle
 from kinlens.embedder.errors import InvalidParameterError, JobConflictError
 from kinlens.embedder.manifest import MapFile
 from kinlens.golden import Label
-from kinlens.indexer.golden import GoldenSet, NewQuery
+from kinlens.quality.golden import GoldenSet, NewQuery
 from kinlens.service.jobs.manager import LOG_PAGE
 from tests.support.job_shops import JobShop, processes_of, size_of, write_photos
 from tests.support.seams import FeedbackStore, GalleryFolder, Job, Question

@@ -12,7 +12,7 @@ from kinlens.embedder.errors import ItemNotFoundError
 from kinlens.embedder.types import Hit
 from kinlens.golden import Interval
 from kinlens.indexer.gallery import Gallery
-from kinlens.indexer.intervals import over_classes, wilson
+from kinlens.quality.intervals import over_classes, wilson
 from kinlens.values import AttributeValue, Scalar
 
 _SEED = 0

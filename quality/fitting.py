@@ -1,46 +1,19 @@
-"""Calibration of a gallery: the probability that a hit is right.
-
-    GENERATION/calibration.json     curves that were fitted to this generation
-
-A curve comes from the best available source:
-
-1. the golden set of the gallery,
-2. its labelled items, each of which is a query against the others,
-3. the curves of the bundle.
-
-The file is derived from the rest of the generation. If it is missing, the first change or
-compaction recreates it.
-"""
+"""Fit the curve of a calibration: by searches for items of the gallery, or for labelled photos."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import log
-from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel
 
-from kinlens.embedder.calibration import (
-    CANDIDATES,
-    MIN_SEARCHES,
-    NEAREST,
-    Calibration,
-    Curve,
-    Searches,
-    fit_curve,
-)
+from kinlens.embedder.calibration import CANDIDATES, MIN_SEARCHES, NEAREST, Searches, fit_curve
 from kinlens.embedder.errors import CalibrationError
 from kinlens.embedder.types import Embeddings, Hit, ItemId
-from kinlens.indexer.types import Group, Item, Progress, SearchOptions
-from kinlens.values import Scalar, single, values_in
-
-CALIBRATION = "calibration.json"
-"""The file of a calibration, in the folder of its generation."""
-
-PRODUCTS = ("product", "class")
-"""Attributes that name the product of an item, the best first: the first one comes from uploads,
-the second one from the folder of the image in a build."""
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.ingest.products import product_attribute
+from kinlens.indexer.types import Item, Progress
+from kinlens.quality.calibration import Fit, GalleryCalibration, identity, product_of
+from kinlens.values import Scalar, single
 
 MIN_VIEWS = 3
 """Minimum number of images of a product whose items may represent products of the same size. With
@@ -49,25 +22,14 @@ two images, an item would find half of the images that a customer's photo finds.
 MIN_PRODUCTS = 16
 """Minimum number of products. A curve of fewer would not be representative of the gallery."""
 
-LABELLED = 0.95
-"""Minimum share of items that name their product. An unlabelled image would count as a wrong
-hit."""
-
 SAMPLED = 2000
 """Number of items in the sample that represents the gallery."""
-
-DEFAULT_PRIOR = 0.1
-"""Prior probability that the searched product is not in the gallery."""
 
 _QUERIES = 1000
 _BATCH = 32
 _DEPTH = 200  # maximum hits per fitted search: candidates, plus hits of the own product to skip
 _COPY = 1 - 1e-4  # a hit with this cosine is the query itself, or a copy of it
-_CHANGED = 0.2  # share of items added or removed after which the curve is fitted again
-_EVEN = 0.9  # share of products with nearly the average number of images, for a bundle's curve
 _MISSED_SHARE, _MISSED_COUNT = 0.1, 3  # share plus number of drawn sizes without a suitable item
-
-Source = Literal["golden", "gallery", "bundle"]
 
 Sizes = Mapping[int, int]
 """Maps a number of images to the number of products with that many images."""
@@ -78,210 +40,8 @@ Labelled = tuple[NDArray[np.float32], str, Callable[[Hit], bool] | None]
 """
 
 
-class Fit(BaseModel, frozen=True):
-    """A fitted curve.
-
-    Attributes:
-        items, last: number of items of the gallery and the highest item id at the time of the fit.
-        searches: number of searches; half of them are for absent products.
-        wrong_hits: wrong hits among the ten best of the other searches.
-        errors: expected calibration error of the best hit and of the ten best hits, by
-            cross-validation: each half of the searches is judged by the curve of the other half.
-    """
-
-    curve: Curve
-    items: int
-    last: ItemId
-    searches: int
-    wrong_hits: int
-    errors: tuple[float, float] | None
-
-
-class GalleryCalibration(BaseModel, frozen=True):
-    """The calibration of one generation.
-
-    Attributes:
-        items, last, seq: number of items, highest item id and last write at the time of the fit.
-        product: the attribute that names the product of an item.
-        is_chosen: whether the owner chose that attribute.
-        products, labelled: number of its values, and of the items that have it.
-        even: share of the products with nearly the average number of images.
-        gallery: the curve fitted to the items, or the reason why there is none.
-        golden: the curve fitted to the golden set, perhaps at another time, or the reason.
-    """
-
-    items: int
-    last: ItemId
-    seq: int = -1
-    product: str | None = None
-    is_chosen: bool = False
-    products: int = 0
-    labelled: int = 0
-    even: float = 0.0
-    gallery: Fit | str
-    golden: Fit | str = "The gallery has no golden set, or it was not run"
-
-    @property
-    def views(self) -> float:
-        """Average number of images per product."""
-        return self.labelled / max(self.products, 1)
-
-    @property
-    def is_labelled(self) -> bool:
-        """Whether enough items name their product."""
-        return self.labelled >= LABELLED * self.items
-
-
-def is_changed(part: float) -> bool:
-    """Whether a curve is outdated after this share of its items was added or removed."""
-    return part > _CHANGED
-
-
-@dataclass(frozen=True, slots=True)
-class Calibrated:
-    """The curve that a gallery uses, and its source.
-
-    Attributes:
-        fit: the figures of the fit; None for a curve of the bundle.
-        reason: why a better source was not used.
-    """
-
-    source: Source
-    curve: Curve
-    product: str
-    products: int
-    views: float
-    fit: Fit | None = None
-    reason: str | None = None
-
-
-def choose(
-    stored: GalleryCalibration | None, bundle: Calibration | None, no_calibration: str | None
-) -> Calibrated | str:
-    """The curve of the best source, or the reason why there is none."""
-    if stored is None:
-        return "The gallery is not calibrated yet. Run kinlens-index calibrate"
-    if stored.product is None:
-        names = " or ".join(f"`{name}`" for name in PRODUCTS)
-        return (
-            f"No attribute names the product of an item. Give items an attribute {names}, or name "
-            "another one: kinlens-index calibrate --product"
-        )
-    if not stored.is_labelled:
-        return (
-            f"{stored.labelled:,} of {stored.items:,} items have the attribute "
-            f"`{stored.product}`, which names their product; at least {LABELLED:.0%} are needed. "
-            "Set it for the others, then run kinlens-index calibrate"
-        )
-    about = (stored.product, stored.products, stored.views)
-    golden = stored.golden
-    if isinstance(golden, Fit):
-        return Calibrated("golden", golden.curve, *about, golden)
-    if isinstance(stored.gallery, Fit):
-        return Calibrated("gallery", stored.gallery.curve, *about, stored.gallery, golden)
-    reasons = f"{golden}. {stored.gallery}"
-    if bundle is None:
-        return f"{reasons}. {no_calibration or 'The bundle has no calibration'}"
-    if stored.even < _EVEN:
-        return (
-            f"{reasons}. The curves of the bundle are for products with equal numbers of images, "
-            f"and {1 - stored.even:.0%} of the products have far more or fewer than the average of "
-            f"{stored.views:.1f}. Label a golden set"
-        )
-    try:
-        curve = bundle.curve_for(stored.products, stored.views)
-    except CalibrationError as error:
-        return f"{reasons}. {error}"
-    return Calibrated("bundle", curve, *about, reason=reasons)
-
-
-class Shares:
-    """The probabilities of one search: of hits, of groups, and that none of them is right.
-
-    Args:
-        prior: probability that the product is absent.
-        candidates: the best items of the whole gallery, without filter, best first.
-        shown: the hits of the answer.
-    """
-
-    def __init__(
-        self, calibrated: Calibrated, prior: float, candidates: Sequence[Hit], shown: Iterable[Hit]
-    ) -> None:
-        self._name = calibrated.product
-        best = candidates[:CANDIDATES]
-        self._hits = list({hit.id: hit for hit in (*best, *shown)}.values())
-        scores = np.array([hit.score for hit in self._hits])
-        numbers: dict[object, int] = {}
-        products = np.array(
-            [numbers.setdefault(_product_of(hit, self._name), len(numbers)) for hit in self._hits]
-        )
-        found = calibrated.curve.shares(scores, products, len(best), prior)
-        self._shares: list[float] = found.tolist()
-        self._products: dict[object, float] = {}
-        for hit, share in zip(self._hits, self._shares, strict=True):
-            product = _product_of(hit, self._name)
-            self._products[product] = self._products.get(product, 0.0) + share
-
-    def of(self, hit: Hit) -> float:
-        """Probability that a hit is right, i.e. shows the searched product."""
-        return min(1.0, self._products[_product_of(hit, self._name)])
-
-    def of_group(self, group: Group, by: str) -> float:
-        """Probability that a group of items with the same value of `by` has the product."""
-        if group.value is None:
-            members = {hit.id for hit in group.hits}
-            return sum(s for h, s in zip(self._hits, self._shares, strict=True) if h.id in members)
-        value = _identity(group.value)
-        return sum(
-            share
-            for hit, share in zip(self._hits, self._shares, strict=True)
-            if value in map(_identity, values_in(hit.attributes.get(by)))
-        )
-
-    def of_none(self, hits: Iterable[Hit], groups: Iterable[Group] | None, by: str = "") -> float:
-        """Probability that none of these hits, or of these groups, is right."""
-        if groups is not None:
-            found = sum(self.of_group(group, by) for group in groups)
-        else:
-            shown = {_product_of(hit, self._name) for hit in hits}
-            found = sum(self._products[product] for product in shown)
-        return min(max(1.0 - found, 0.0), 1.0)
-
-
-def _product_of(hit: Hit, name: str) -> object:
-    value = single(hit.attributes.get(name))
-    return ("item", hit.id) if value is None else _identity(value)
-
-
-def _identity(value: Scalar) -> object:
-    return isinstance(value, bool), value  # 1 and true are two values
-
-
-# Fitting
-
-
-class Searched(Protocol):
-    """The methods of a gallery that a fit needs."""
-
-    @property
-    def size(self) -> int: ...
-
-    def sample(self, count: int) -> tuple[list[Item], Embeddings]: ...
-
-    @property
-    def last_id(self) -> ItemId: ...
-
-    def product_counts(
-        self, name: str, values: Sequence[Scalar]
-    ) -> tuple[Sizes, Mapping[Scalar, int]]: ...
-
-    def search(
-        self, queries: Embeddings, k: int, options: SearchOptions | None = None
-    ) -> list[list[Hit]]: ...
-
-
 def fit_gallery(
-    gallery: Searched, product: str | None = None, on_progress: Progress = lambda _: None
+    gallery: Gallery, product: str | None = None, on_progress: Progress = lambda _: None
 ) -> GalleryCalibration:
     """Search for up to 1,000 labelled items among the others, and fit a curve to the results.
 
@@ -372,7 +132,7 @@ def _choose_queries(
 
 
 def fit_golden(
-    gallery: Searched,
+    gallery: Gallery,
     product: str,
     queries: Iterable[Labelled],
 ) -> Fit | str:
@@ -394,18 +154,8 @@ def fit_golden(
     return _fitted(asked, gallery.size, gallery.last_id)
 
 
-def product_attribute(items: Sequence[Item]) -> str | None:
-    """The first of `PRODUCTS` that half of the items have, with several values."""
-    for name in PRODUCTS:
-        named = [single(item.attributes.get(name)) for item in items]
-        values = [value for value in named if value is not None]
-        if 2 * len(values) >= len(items) and len(set(values)) > 1:
-            return name
-    return None
-
-
 def _search_own(
-    gallery: Searched,
+    gallery: Gallery,
     items: Sequence[Item],
     vectors: Embeddings,
     chosen: Sequence[tuple[int, int]],
@@ -431,10 +181,10 @@ def _search_own(
             others = counts[own] - 1
             kept = rng.permutation(others) < size
             remaining = [hit for hit in hits if hit.id != items[n].id and hit.score < _COPY]
-            own_hits = [hit.id for hit in remaining if _product_of(hit, name) == _identity(own)]
+            own_hits = [hit.id for hit in remaining if product_of(hit, name) == identity(own)]
             omitted = {i for i, is_kept in zip(own_hits, kept, strict=False) if not is_kept}
             remaining = [hit for hit in remaining if hit.id not in omitted]
-            right = [_product_of(hit, name) == _identity(own) for hit in remaining]
+            right = [product_of(hit, name) == identity(own) for hit in remaining]
             handicap = log(size / others) if size > others else 0.0
             asked.append(_trials(remaining, right, name, handicap, len(hits) < depth))
         on_progress(len(some))
@@ -464,9 +214,7 @@ def _search(
     scores[0, : len(best)] = [hit.score for hit in best]
     codes: dict[object, int] = {}
     products = np.full((1, CANDIDATES), -1, np.int64)
-    products[0, : len(best)] = [
-        codes.setdefault(_product_of(hit, name), len(codes)) for hit in best
-    ]
+    products[0, : len(best)] = [codes.setdefault(product_of(hit, name), len(codes)) for hit in best]
     is_right = np.zeros((1, CANDIDATES), bool)
     is_right[0, : len(best)] = right[:CANDIDATES]
     return Searches(scores, products, is_right, np.array([absent]), np.array([handicap]))

@@ -1,0 +1,159 @@
+"""The calibration of one gallery: stored with its items, and fitted again when it is outdated.
+
+    GENERATION/calibration.json     GalleryCalibration: the curves fitted to this generation
+
+The file is derived from the rest of the generation: if it is missing, it is fitted again.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable
+
+from kinlens.embedder.durable import stamp, write_whole
+from kinlens.embedder.errors import GalleryWriteError, InvalidParameterError
+from kinlens.indexer.folder.layout import GalleryFolder, disk_errors_explained
+from kinlens.indexer.folder.manifest import CALIBRATION
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.ingest.products import PRODUCTS
+from kinlens.indexer.types import Progress
+from kinlens.quality.calibration import LABELLED, Fit, GalleryCalibration
+from kinlens.quality.fitting import SAMPLED, Labelled, fit_gallery, fit_golden
+
+_CHANGED = 0.2  # share of items added or removed after which the curve is fitted again
+
+
+class Calibrator:
+    """Fits and keeps the calibration of a gallery. Thread safe.
+
+    A calibration that cannot be stored, as in a read-only folder, is kept in memory.
+    """
+
+    def __init__(self, gallery: Gallery) -> None:
+        self._gallery = gallery
+        self._file = gallery.generation_folder / CALIBRATION
+        self._stamp: tuple[int, ...] | None = None  # of the file when `_known` was read or kept
+        self._known: GalleryCalibration | None = None
+        self._examined = ""  # the version of the gallery that was last examined
+        self._lock = threading.Lock()
+
+    def stored(self) -> GalleryCalibration | None:
+        """The calibration of this generation; None if it has none. Costs one `stat` per call."""
+        now = stamp(str(self._file))
+        if now != self._stamp:
+            with contextlib.suppress(OSError, ValueError):  # damaged: keep the last known one
+                self._known = None if now is None else self._read()
+            self._stamp = now
+        return self._known
+
+    def _read(self) -> GalleryCalibration:
+        return GalleryCalibration.model_validate_json(self._file.read_bytes())
+
+    def fit(
+        self, product: str | None = None, on_progress: Progress = lambda _: None
+    ) -> GalleryCalibration:
+        """Fit the probabilities of hits to the current items, and store the calibration.
+
+        product: the attribute that identifies the product of an item; by default that of the last
+            calibration. The curve of a golden set is kept until the set is run again.
+
+        Raises: InvalidParameterError for an attribute that no item has; GalleryWriteError;
+            GalleryConflictError for a copy, which uses the calibration of its original.
+        """
+        gallery = self._gallery
+        GalleryFolder(gallery.path).refuse_copy()
+        before, schema = self.stored(), gallery.schema()
+        if product is not None and product not in schema:
+            raise InvalidParameterError(
+                f"There is no attribute {product!r}. The gallery has {', '.join(schema) or 'none'}."
+            )
+        if product is None and before is not None and before.is_chosen:
+            product = before.product if before.product in schema else None
+        fitted = fit_gallery(gallery, product, on_progress)
+
+        def with_golden(now: GalleryCalibration | None) -> GalleryCalibration:
+            if now is None or now.product != fitted.product:
+                return fitted
+            golden = now.golden
+            if self._is_outdated(golden):
+                golden = (
+                    "The golden set was run when the gallery had other items. Run it again: "
+                    f"kinlens-index golden run {gallery.path}"
+                )
+            return fitted.model_copy(update={"golden": golden})
+
+        return self._keep(with_golden)
+
+    def fit_golden(self, queries: Callable[[str], Iterable[Labelled]]) -> GalleryCalibration:
+        """Fit the probabilities of hits to labelled photos, and store them.
+
+        `queries` is called with the attribute that identifies the product of an item.
+
+        Raises: GalleryError, GalleryWriteError.
+        """
+        known = self.stored() or self.fit()
+        if known.product is None:
+            return known
+        golden = fit_golden(self._gallery, known.product, queries(known.product))
+
+        def with_golden(now: GalleryCalibration | None) -> GalleryCalibration:
+            other = now is not None and now.product != known.product
+            return (now or known).model_copy(update={} if other else {"golden": golden})
+
+        return self._keep(with_golden)
+
+    def fit_if_outdated(self, on_progress: Progress = lambda _: None) -> bool:
+        """Fit again if a fifth of the items was added or removed, or items got a product attribute
+        since the last fit; returns whether it did. A gallery that has not changed since the last
+        call is not examined.
+
+        Raises: GalleryError.
+        """
+        version, known = self._gallery.version, self.stored()
+        if version == self._examined or self._gallery.copy_of is not None:
+            return False
+        is_outdated = self._gallery.size > 0 and (
+            known is None
+            or self._is_outdated(known)
+            or self._is_outdated(known.golden)
+            or self._has_more_labels(known)
+        )
+        if is_outdated:
+            with contextlib.suppress(GalleryWriteError):  # then it is kept in memory only
+                self.fit(on_progress=on_progress)
+        self._examined = version
+        return is_outdated
+
+    def _has_more_labels(self, known: GalleryCalibration) -> bool:
+        """Whether enough items of a sample have a product attribute now, but had not at the fit."""
+        wanted = PRODUCTS if known.product is None else (known.product,)
+        if (known.product and known.is_labelled) or {*wanted}.isdisjoint(self._gallery.schema()):
+            return False
+        items, _ = self._gallery.sample(SAMPLED)
+        least = LABELLED if known.product else 0.5
+        parts = [sum(name in item.attributes for item in items) for name in wanted]
+        return max(parts) >= least * len(items)
+
+    def _is_outdated(self, fitted: GalleryCalibration | Fit | str) -> bool:
+        """Whether enough items were added or removed since the fit to change the curve."""
+        if isinstance(fitted, str):
+            return False
+        size, added = self._gallery.counts_after(fitted.last)
+        removed = fitted.items - (size - added)
+        return added + removed > _CHANGED * max(fitted.items, 1)
+
+    def _keep(
+        self, change: Callable[[GalleryCalibration | None], GalleryCalibration]
+    ) -> GalleryCalibration:
+        """Store a change of the calibration as it is now: another fit may have ended meanwhile."""
+        GalleryFolder(self._gallery.path).refuse_copy()
+        with self._lock:
+            changed = change(self.stored())
+            try:
+                with disk_errors_explained(self._file.parent):
+                    data = changed.model_dump_json(indent=2).encode() + b"\n"
+                    write_whole(self._file, data, "calibration")
+                    self._file.chmod(0o644)  # another user may serve the gallery
+            except GalleryWriteError:
+                self._stamp, self._known = stamp(str(self._file)), changed
+                raise
+        return changed

@@ -1,5 +1,6 @@
 """kinlens-index embed: embed a large source on several machines, before a gallery is built."""
 
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
@@ -15,6 +16,7 @@ from kinlens.commands.console import (
 )
 from kinlens.commands.options import BatchOption, DeviceOption, JsonOption
 from kinlens.embedder.engines.models import SessionSettings
+from kinlens.embedder.errors import EngineUnavailableError
 from kinlens.embedder.machine import core_count
 from kinlens.embedder.manifest import Engine, Precision
 from kinlens.embedder.session import OnnxEmbedder
@@ -31,6 +33,8 @@ from kinlens.indexer.ingest.parts import (
 from kinlens.indexer.ingest.ray_tasks import embed_on_ray
 from kinlens.indexer.ingest.shards import VectorShards
 from kinlens.indexer.ingest.sources import Source, csv_source, folder_source
+
+_ANSWER_S = 10.0  # for a Ray cluster
 
 app = typer.Typer()
 
@@ -79,6 +83,8 @@ def embed(
     with errors_shown():
         if ray is not None and part != "1/1":
             raise typer.BadParameter("--ray runs all parts. Omit --part.")
+        if ray is not None:
+            _check_answers(ray)
         given, own = _source(source, root), Part.parse(part)
         # One thread, because each core has its own image.
         session = SessionSettings(device, 1, precision=precision, engine=engine)
@@ -105,6 +111,23 @@ def embed(
         failures = failure_lines(skipped, report.images, "(--json lists all of them)")
         print_report(report, json, *given.omitted.lines(), text, *failures)
         exit_with_skipped(skipped)
+
+
+def _check_answers(address: str) -> None:
+    """Check that something listens at the address of a Ray cluster, since Ray waits for minutes.
+
+    Raises: EngineUnavailableError.
+    """
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not port.isdecimal():
+        return  # such as auto, which Ray resolves
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _ANSWER_S).close()
+    except (OSError, OverflowError) as error:
+        raise EngineUnavailableError(
+            f"No Ray cluster answers at {address}: {error}. Start it with `ray start --head`, or "
+            "give the address that it printed."
+        ) from error
 
 
 def _run(

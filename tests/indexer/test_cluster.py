@@ -28,6 +28,7 @@ from kinlens.indexer.ingest.sources import Record, Source, folder_source
 from kinlens.indexer.types import Entry
 from tests.indexer.conftest import failure, printed
 from tests.indexer.oracle import contents
+from tests.support.servers import free_port
 from tests.tiny import TINY_DIM, encoded, photo
 
 COMMAND = Path(sys.executable).with_name("kinlens-index")
@@ -247,3 +248,7 @@ def test_vectors_and_images_that_cannot_be_opened_are_named(run, tmp_path) -> No
     assert "no manifest.json" in failure(result)
     result = run("embed", "xyz://nowhere/a", "--bundle", "b", "--out", tmp_path / "v")
     assert "xyz://nowhere/a cannot be opened" in failure(result)
+    closed = f"127.0.0.1:{free_port()}"
+    for address in (closed, f"ray://{closed}", "127.0.0.1:70000"):
+        result = run("embed", tmp_path, "--bundle", "b", "--out", tmp_path / "v", "--ray", address)
+        assert f"No Ray cluster answers at {address}" in failure(result)

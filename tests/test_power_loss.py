@@ -21,6 +21,7 @@ from kinlens.indexer.ingest.build import build_gallery
 from kinlens.indexer.ingest.sources import folder_source
 from kinlens.indexer.live.backup import backup, restore
 from kinlens.indexer.types import Entry
+from kinlens.quality.calibrator import Calibrator
 from tests.support.shops import start_shop
 from tests.tiny import encoded, photo
 
@@ -117,10 +118,10 @@ def test_a_compaction_a_backup_and_its_restore_are_on_disk(disk: Disk, tmp_path:
     gallery = Gallery.create(tmp_path / "shop", name="shop", bundle_id="b" * 64, dim=8)
     gallery.add(entries(20))
     gallery.compact()
+    assert "/segments/" in disk.published[-1]
+    assert Calibrator(gallery).fit_if_outdated()
+    assert disk.published[-1].endswith("/calibration.json")
     gallery.close()
-    segment, calibration = disk.published[-2:]
-    assert "/segments/" in segment
-    assert calibration.endswith("/calibration.json")
     backup(tmp_path / "shop", tmp_path / "backups" / "today")
     assert "backups/today" in disk.published
     restore(tmp_path / "backups" / "today", tmp_path / "back")

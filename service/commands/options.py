@@ -84,8 +84,9 @@ def make_state(folder: Path | None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        cure = "Or choose another folder."
-        raise StateError(f"{disk_fault(error, folder, what='state =')} {cure}") from error
+        fault = disk_fault(error, folder, what="state =")
+        cure = "" if "another folder" in fault else " Or choose another folder."
+        raise StateError(f"{fault}{cure}") from error
 
 
 @contextlib.contextmanager

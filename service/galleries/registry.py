@@ -74,6 +74,7 @@ _LOCATION_S = 2.0  # a healthy disk or server answers much sooner
 _HANGS = "It continues, and the gallery is served once it is open. Check its disk or server."
 _OPENERS = 4
 _CALLS = 16
+_FIT_S = 600.0  # after which a calibration hangs; the largest gallery takes seconds
 _PAUSE = 20  # times as long as it took to find a calibration not outdated, until the next time
 _REMOTE_READS = 2  # of the openers, so that servers that are away leave the others
 _FIRST_PAUSE_S = 1.0
@@ -285,7 +286,7 @@ class Registry:
         self._reading: dict[str, asyncio.Task[None]] = {}
         self._closings: set[futures.Future[None]] = set()
         self._openers = DaemonThreads("gallery", _OPENERS, _LOCATION_S)
-        self._calibrators = DaemonThreads("calibration", 1)
+        self._calibrators = DaemonThreads("calibration", 1, _FIT_S)
         self._remote = asyncio.Semaphore(_REMOTE_READS)
         self._looks = KeyedThreads(_CALLS)
         self._descriptions = KeyedThreads(_CALLS)

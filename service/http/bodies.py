@@ -18,6 +18,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kinlens.embedder.errors import InvalidParameterError
@@ -434,6 +435,8 @@ async def _whole_body(request: Request) -> bytes:
     more = True
     while more:
         message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
         parts.append(message.get("body", b""))
         more = message.get("more_body", False)
     return b"".join(parts)

@@ -131,7 +131,7 @@
         const form = new FormData();
         form.set("image", await shrunk(file), "photo");
         form.set("k", this.getAttribute("k") ?? "12");
-        form.set("gallery", gallery.name);
+        if (this.hasAttribute("gallery")) form.set("gallery", gallery.name); // else the service chooses
         if (groupBy !== "") form.set("group_by", groupBy);
         if (this.hasAttribute("filter")) form.set("filter", this.getAttribute("filter"));
         const answer = await this.#fetch("search", { method: "POST", body: form });
@@ -141,6 +141,7 @@
         this.results.replaceChildren(...hits.map((hit) => this.#card(hit, gallery.product_url ?? "")));
         this.dispatchEvent(new CustomEvent("kinlens-results", { detail: answer, bubbles: true }));
       } catch (error) {
+        this.#known = { of: null, gallery: null }; // it may have changed
         if (run !== this.#run) return;
         console.error(`kinlens-search: ${error.message}`); // for the shop
         this.note.textContent = this.#text(textFor(error));

@@ -256,7 +256,7 @@ def test_a_queued_job_whose_gallery_hangs_stops_no_other_job(
         (tmp_path / "shop" / "CURRENT").unlink()
         os.mkfifo(tmp_path / "shop" / "CURRENT")
         galleries = f"shop={tmp_path / 'shop'},other={tmp_path / 'other'}"
-        settings = {"GALLERIES": galleries, "BUNDLE": str(bundle), "REQUEST_TIMEOUT_MS": "1000"}
+        settings = {"GALLERIES": galleries, "BUNDLE": str(bundle), "REQUEST_TIMEOUT_MS": "5000"}
         command = [sys.executable, "-m", "kinlens.service", "work", "--once", "--state", str(state)]
         environment = os.environ | {f"KINLENS_{name}": text for name, text in settings.items()}
         subprocess.run(command, env=environment, check=True, timeout=100)

@@ -13,6 +13,7 @@ from kinlens.indexer.bits import Bits, empty_bits, has_bits, put_bits
 from kinlens.indexer.types import Ids, StoredRows, find_sorted
 
 _BLOCK = 65_536  # vectors that are read at a time
+_FEW = 500  # up to one content with copies in this number of rows, single bits are set
 _FIRST_BLOCK = 64  # few rows of a content are usually needed
 
 
@@ -64,10 +65,6 @@ class Copies:
         """All rows but the first of each content."""
         return np.delete(self.rows, self.starts)
 
-    def have(self, rows: Ids) -> bool:
-        """Whether any of these rows has a copy."""
-        return bool(has_bits(self._bits, rows).any())
-
     def content_of(self, firsts: Ids) -> Ids:
         """The content that begins with each of these rows, of any shape; -1 if none does."""
         return find_sorted(firsts, self.firsts)
@@ -83,19 +80,18 @@ class Copies:
     def folded(self, bits: Bits) -> Bits:
         """The bitmap with the first row of each content in place of all its rows."""
         found = bits & ~self._later_bits
-        if len(self.rows):
-            has_any = np.logical_or.reduceat(has_bits(bits, self.rows), self.starts)
+        if not len(self.rows):
+            return found
+        has_any = np.logical_or.reduceat(has_bits(bits, self.rows), self.starts)
+        if _FEW * len(self.firsts) < self._size:
             put_bits(found, self.firsts, has_any)
-        return found
-
-    @cached_property
-    def _bits(self) -> Bits:
-        bits = empty_bits(self._size)
-        put_bits(bits, self.rows, True)
-        return bits
+            return found
+        flags = np.unpackbits(found, bitorder="little")  # `put_bits` would sort all first rows
+        flags[self.firsts] = has_any
+        return np.packbits(flags, bitorder="little")
 
     @cached_property
     def _later_bits(self) -> Bits:
-        bits = self._bits.copy()
-        put_bits(bits, self.firsts, False)
+        bits = empty_bits(self._size)
+        put_bits(bits, self.later, True)
         return bits

@@ -217,7 +217,7 @@ class StateAttributes:
         without: list[int] = []
         for entry in selected.entries.tolist():
             value = order.value_of(self.changes.attributes[entry])
-            item_id = self.snapshot.id_of(int(self.changes.rows[entry]))
+            [item_id] = self.snapshot.ids_of(self.changes.rows[[entry]]).tolist()
             if value is None:
                 without.append(item_id)
             else:

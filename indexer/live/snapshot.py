@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from kinlens.embedder.durable import lock_folder
 from kinlens.embedder.errors import GalleryCorruptError, GalleryError
 from kinlens.embedder.types import Embeddings
-from kinlens.indexer.bits import Bits, empty_bits, has_bits, packed_bits, put_bits
+from kinlens.indexer.bits import Bits, count_of, empty_bits, has_bits, packed_bits, put_bits
 from kinlens.indexer.catalog.database import Catalog
 from kinlens.indexer.catalog.read import Attributes, Base, CatalogView, State
 from kinlens.indexer.index.faiss import range_search
@@ -146,10 +146,7 @@ class Snapshot:
         loaded = cls(state, state.base, segment, none, 0, none, 0, delta)
         if segment is None:
             return loaded
-        removed = segment.removed.copy()
-        positions = segment.positions_of(view.removed_since(state.segment_seq))
-        put_bits(removed, positions[positions >= 0], True)
-        return loaded._with_tombstones(removed)
+        return loaded._with_tombstones(segment.removed, view.removed_since(state.segment_seq))
 
     def advanced(self, view: CatalogView, state: State) -> "Snapshot":
         """The snapshot of a later state with the same segment, even if a newer segment exists."""
@@ -157,10 +154,7 @@ class Snapshot:
         delta = self.delta.changed(*view.added_since(self.state.seq), removed)
         later = replace(self, state=state, delta=delta)
         if self.segment is not None and len(removed):
-            positions = self.segment.positions_of(removed)
-            tombstones = self.tombstones.copy()
-            put_bits(tombstones, positions[positions >= 0], True)
-            later = later._with_tombstones(tombstones)
+            later = later._with_tombstones(self.tombstones, removed)
         if self.changes is None:
             return later
         changes = self.changes.extended(*later._changes_since(view, self.state.seq))
@@ -193,11 +187,14 @@ class Snapshot:
         """Number of rows of the segment, including removed items. The rows of the delta follow."""
         return 0 if self.segment is None else self.segment.size
 
-    def id_of(self, row: int) -> int:
-        """The id of the item in a row."""
-        if row < self.segment_size and self.segment is not None:
-            return int(self.segment.row_ids.of(np.array([row]))[0])
-        return int(self.delta.ids[row - self.segment_size])
+    def ids_of(self, rows: Ids) -> Ids:
+        """The id of the item in each of these rows (N,)."""
+        is_later = rows >= self.segment_size
+        ids = np.empty(len(rows), np.int64)
+        ids[is_later] = self.delta.ids[rows[is_later] - self.segment_size]
+        if self.segment is not None:
+            ids[~is_later] = self.segment.row_ids.of(rows[~is_later])
+        return ids
 
     def rows_of(self, ids: Ids) -> Ids:
         """The row of each of these items, removed or not.
@@ -278,7 +275,8 @@ class Snapshot:
         is_hit = firsts.ids >= 0
         rows = np.full(firsts.ids.shape, -1, np.int64)
         rows[is_hit] = self.rows_of(firsts.ids[is_hit])
-        has_copies = is_hit & self._have_copies(rows)
+        contents, is_copied = self._contents_of(rows)
+        has_copies = is_hit & ((contents >= 0) | is_copied)
         queries = np.flatnonzero(has_copies.any(axis=1)).tolist()
         if not queries:
             return firsts
@@ -288,48 +286,49 @@ class Snapshot:
         certain = firsts.certain.copy()
         bits, later = self._allowed(among)
         for query in queries:
-            listed: list[tuple[float, int]] = []  # the score, negated, and the id
+            listed: list[tuple[float, int]] = []  # the score and the row
             hits = np.flatnonzero(is_hit[query]).tolist()
             is_complete = certain[query] == len(hits)
             for hit in hits:
-                score = -float(firsts.scores[query, hit])
-                if len(listed) >= k and score > listed[-1][0]:
+                score = float(firsts.scores[query, hit])
+                if len(listed) >= k and score < listed[-1][0]:
                     is_complete = True
                     break
-                if has_copies[query, hit]:
-                    own = self._items_like(int(rows[query, hit]), bits, later)
-                    listed += [(score, item_id) for item_id in islice(own, limit)]
-                else:
-                    listed.append((score, int(firsts.ids[query, hit])))
-            listed = sorted(listed)[:k]
-            scores[query, : len(listed)] = [-score for score, _ in listed]
-            ids[query, : len(listed)] = [item_id for _, item_id in listed]
-            least = -float(firsts.scores[query, hits[-1]])
-            is_above = (score < least for score, _ in listed)
-            certain[query] = len(listed) if is_complete else sum(is_above)
+                row = int(rows[query, hit])
+                own = self._rows_like(row, int(contents[query, hit]), bits, later)
+                listed += [(score, one) for one in islice(own, limit)]
+            found = self.ids_of(np.array([row for _, row in listed]))
+            given = np.array([score for score, _ in listed], np.float32)
+            order = np.lexsort((found, -given))[:k]
+            scores[query, : len(order)], ids[query, : len(order)] = given[order], found[order]
+            is_above = given[order] > firsts.scores[query, hits[-1]]
+            certain[query] = len(order) if is_complete else np.count_nonzero(is_above)
         return Nearest(scores, ids, certain)
 
-    def _have_copies(self, rows: Ids) -> NDArray[np.bool_]:
-        """Whether other items have the content that begins with each of these rows."""
+    def _contents_of(self, rows: Ids) -> tuple[Ids, NDArray[np.bool_]]:
+        """For rows of any shape that are the first of a content: the content in the segment, -1
+        without copies there; and whether the delta has copies.
+        """
         later = rows - self.segment_size
-        found = (later >= 0) & self.delta.rows.is_copied[np.maximum(later, 0)]
-        if self.segment is not None and self.segment.copies is not None:
-            found |= self.segment.copies.content_of(rows) >= 0
-        return found
+        is_copied = (later >= 0) & self.delta.rows.is_copied[np.maximum(later, 0)]
+        if self.segment is None or self.segment.copies is None:
+            return np.full(rows.shape, -1, np.int64), is_copied
+        return self.segment.copies.content_of(rows), is_copied
 
-    def _items_like(self, first: int, bits: Bits | None, later: NDArray[np.bool_]) -> Iterator[int]:
-        """The ids of the items with the content that begins with a row, ascending.
+    def _rows_like(
+        self, first: int, content: int, bits: Bits | None, later: NDArray[np.bool_]
+    ) -> Iterator[int]:
+        """The rows with the content that begins with a row, ascending.
 
+        content: its number in the segment; -1 without copies there.
         bits, later: the allowed positions of the segment and rows of the delta, as in `_allowed`.
         """
-        if first >= self.segment_size:
-            rows = self.delta.rows_of(first - self.segment_size, later)
-            yield from (int(self.delta.ids[row]) for row in rows)
-        elif self.segment is not None and self.segment.copies is not None:
-            copies, row_ids = self.segment.copies, self.segment.row_ids
-            [content] = copies.content_of(np.array([first]))
-            for row in copies.rows_of(int(content), bits):
-                yield int(row_ids.of(np.array([row]))[0])
+        size = self.segment_size
+        if first >= size:
+            return (size + row for row in self.delta.rows_of(first - size, later))
+        if content < 0 or self.segment is None or self.segment.copies is None:
+            return iter((first,))
+        return self.segment.copies.rows_of(content, bits)
 
     def _with_exact_ties(self, queries: Embeddings, scores: Scores, ids: Ids) -> tuple[Scores, Ids]:
         """Recompute nearly equal scores, so that equal vectors have equal scores.
@@ -428,24 +427,24 @@ class Snapshot:
         is_missing = positions < 0
         return np.where(is_missing, -1, ids) if np.count_nonzero(is_missing) else ids
 
-    def _with_tombstones(self, tombstones: Bits) -> "Snapshot":
-        """This snapshot with these removed positions."""
+    def _with_tombstones(self, before: Bits, removed: Ids) -> "Snapshot":
+        """This snapshot with the positions in `before` and those of more removed items marked."""
         assert self.segment is not None
-        count, hidden = _count(tombstones), tombstones
+        positions = self.segment.positions_of(removed)
+        tombstones = before.copy()
+        put_bits(tombstones, positions[positions >= 0], True)
+        count, hidden = count_of(tombstones, self.segment_size), tombstones
+        hidden_count = count
         if self.segment.copies is not None:
             hidden = ~self.segment.copies.folded(~tombstones)
+            hidden_count = count_of(hidden, self.segment_size)
         return replace(
             self,
             tombstones=tombstones,
             tombstone_count=count,
             hidden=hidden,
-            hidden_count=count if hidden is tombstones else _count(hidden),
+            hidden_count=hidden_count,
         )
-
-
-def _count(bits: Bits) -> int:
-    """Number of positions in a bitmap without positions beyond its size."""
-    return int(np.bitwise_count(bits).sum(dtype=np.int64))
 
 
 class _LoadedChanges(NamedTuple):

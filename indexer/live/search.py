@@ -387,25 +387,19 @@ def _fetch(
         found = _nearest(now.snapshot, some, n, options, mask, copies)
         known = _rows(now, set(found.ids[found.ids >= 0].tolist()), options)
         return [
-            _pool(
+            Pool.of(
                 [
                     _candidate(i, score, *known[i])
                     for i, score in zip(ids, scores, strict=True)
                     if i >= 0
                 ],
-                certain,
                 n,
+                certain,
             )
             for scores, ids, certain in zip(*(array.tolist() for array in found), strict=True)
         ]
 
     return fetch
-
-
-def _pool(fetched: list[Candidate], certain: int, n: int) -> Pool:
-    if len(fetched) < n:
-        return Pool(fetched, -math.inf)
-    return Pool(fetched[:certain], fetched[-1].score)
 
 
 def _vectors(snapshot: Snapshot, ids: Sequence[ItemId]) -> Embeddings:

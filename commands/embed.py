@@ -81,9 +81,9 @@ def embed(
     gallery: kinlens-index build --vectors OUT.
     """
     with errors_shown():
-        if ray is not None and part != "1/1":
-            raise typer.BadParameter("--ray runs all parts. Omit --part.")
         if ray is not None:
+            if part != "1/1":
+                raise typer.BadParameter("--ray runs all parts. Omit --part.")
             _check_answers(ray)
         given, own = _source(source, root), Part.parse(part)
         # One thread, because each core has its own image.

@@ -25,7 +25,8 @@ from kinlens.embedder.session import check_precision
 from kinlens.embedder.sources.names import printable
 from kinlens.embedder.types import SHORT
 from kinlens.golden import GoldenOutcome, GoldenQueries, GoldenRun, GoldenRuns, Label
-from kinlens.indexer.gallery import Gallery, current_manifest
+from kinlens.indexer.galleries import current_manifest
+from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.images import read_image
 from kinlens.indexer.ingest.tables import parse_value, read_table
 from kinlens.indexer.types import VectorStore

@@ -26,12 +26,12 @@ from kinlens.indexer.exchange.milvus_index import MilvusIndex
 from kinlens.indexer.exchange.parquet import export_gallery
 from kinlens.indexer.exchange.publish import PublishReport
 from kinlens.indexer.exchange.publish import publish as publish_snapshot
-from kinlens.indexer.gallery import Gallery, copy_bytes
+from kinlens.indexer.galleries import copy_bytes
+from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.index.index_types import Device, IndexKind
 from kinlens.indexer.index.plan import IndexSettings
 from kinlens.indexer.ingest.build import ImportReport, import_gallery
-from kinlens.indexer.live.backup import backup as write_backup
-from kinlens.indexer.live.backup import restore as restore_backup
+from kinlens.indexer.live.backup import restore_backup, write_backup
 from kinlens.indexer.types import MILVUS, GalleryExport, seconds_of
 from kinlens.quality.golden import GoldenSet
 

@@ -75,7 +75,7 @@ def open_gallery(
         raise _needs("kinlens.open_gallery", missing) from None
     if str(path).startswith("milvus://"):
         raise InvalidParameterError(
-            f"path = {path} is a gallery in Milvus; open it with kinlens.indexer.gallery."
+            f"path = {path} is a gallery in Milvus; open it with kinlens.indexer.galleries."
             "open_remote, or give the folder of a gallery."
         )
     _check_folder(path, GalleryNotFoundError)

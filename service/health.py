@@ -11,8 +11,8 @@ import structlog
 
 from kinlens.embedder.errors import GalleryNotFoundError, KinlensError
 from kinlens.embedder.types import SHORT
+from kinlens.indexer.galleries import gpu_memory
 from kinlens.indexer.gallery import Gallery as IndexedGallery
-from kinlens.indexer.gallery import gpu_memory
 from kinlens.indexer.types import IndexLocation
 from kinlens.service.access.binding import Binding
 from kinlens.service.concurrency import KeyedThreads, Recent

@@ -14,7 +14,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from kinlens.embedder.errors import GalleryNotFoundError
-from kinlens.indexer.gallery import checked_s
+from kinlens.indexer.galleries import checked_s
 from kinlens.models import JobState
 from kinlens.service.backups.folder import last_backup
 from kinlens.service.concurrency import KeyedThreads, Recent, SearchThreads, within

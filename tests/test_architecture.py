@@ -34,6 +34,7 @@ ONLY_IN = {
 }
 FACADE = (
     "kinlens.indexer.gallery",
+    "kinlens.indexer.galleries",
     "kinlens.indexer.types",
     "kinlens.indexer.images",
     "kinlens.indexer.filters.",

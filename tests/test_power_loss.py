@@ -19,7 +19,7 @@ from kinlens.embedder.fake import FakeEmbedder
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.ingest.build import build_gallery
 from kinlens.indexer.ingest.sources import folder_source
-from kinlens.indexer.live.backup import backup, restore
+from kinlens.indexer.live.backup import restore_backup, write_backup
 from kinlens.indexer.types import Entry
 from kinlens.quality.calibrator import Calibrator
 from tests.support.shops import start_shop
@@ -122,9 +122,9 @@ def test_a_compaction_a_backup_and_its_restore_are_on_disk(disk: Disk, tmp_path:
     assert Calibrator(gallery).fit_if_outdated()
     assert disk.published[-1].endswith("/calibration.json")
     gallery.close()
-    backup(tmp_path / "shop", tmp_path / "backups" / "today")
+    write_backup(tmp_path / "shop", tmp_path / "backups" / "today")
     assert "backups/today" in disk.published
-    restore(tmp_path / "backups" / "today", tmp_path / "back")
+    restore_backup(tmp_path / "backups" / "today", tmp_path / "back")
     assert disk.published[-1] == "back/CURRENT"
     disk.check()
 

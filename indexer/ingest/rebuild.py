@@ -25,7 +25,7 @@ from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.ingest.add import Ingest, remove_in_parts
 from kinlens.indexer.ingest.embed import EmbedSettings, Failure
 from kinlens.indexer.ingest.sources import Record, Source
-from kinlens.indexer.live.backup import backup
+from kinlens.indexer.live.backup import write_backup
 from kinlens.indexer.live.compaction import CATALOG
 from kinlens.indexer.types import Ids, Item, Progress
 
@@ -70,7 +70,7 @@ def adopt(
         stack.enter_context(disk_errors_explained(folder.path))
         stage = stack.enter_context(folder.aside())
         copy = stage / "copy"
-        backup(source, copy, on_progress)
+        write_backup(source, copy, on_progress)
         made = GalleryFolder(copy).current()
         root = current.manifest.source_root if image_root is None else str(image_root)
         manifest = read_manifest(made).model_copy(

@@ -71,7 +71,7 @@ class BackupReport(BaseModel, frozen=True):
     created_at: str
 
 
-def backup(
+def write_backup(
     gallery: Path | str, out: Path | str, on_progress: Progress | None = None
 ) -> BackupReport:
     """Copy the gallery in folder `gallery`, which may be in use, to the new folder `out`.
@@ -99,7 +99,7 @@ def backup(
     return report
 
 
-def restore(
+def restore_backup(
     backup: Path | str,
     out: Path | str,
     *,

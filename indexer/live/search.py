@@ -48,7 +48,7 @@ _BLOCK = 4096  # items whose rows or vectors are read at a time
 
 
 class Searcher:
-    """The search methods of a gallery: the base class of `kinlens.indexer.gallery.Gallery`."""
+    """The search methods of a gallery. `GalleryReader` adds look-ups, `GalleryWriter` changes."""
 
     def __init__(self, snapshots: SnapshotKeeper, dim: int) -> None:
         self._snapshots = snapshots

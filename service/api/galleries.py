@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 from starlette.convertors import Convertor, register_url_convertor
 
 from kinlens.embedder import errors
-from kinlens.indexer.gallery import GalleryFacts
+from kinlens.indexer.galleries import GalleryFacts
 from kinlens.indexer.types import AttributeFacts, Item
 from kinlens.models import (
     AttributeCount,

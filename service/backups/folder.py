@@ -27,9 +27,13 @@ from pydantic import BaseModel, ValidationError
 from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.durable import make_folder, rename, staged, sync_tree
 from kinlens.embedder.errors import GalleryError, KinlensError, StateError, disk_errors_as
-from kinlens.indexer.gallery import backup as backup_gallery
-from kinlens.indexer.gallery import check_backup, current_generation, current_manifest
-from kinlens.indexer.gallery import restore as restore_gallery
+from kinlens.indexer.galleries import (
+    check_backup,
+    current_generation,
+    current_manifest,
+    restore_backup,
+    write_backup,
+)
 from kinlens.indexer.types import Progress
 from kinlens.quality.golden import GoldenSet
 from kinlens.service.access.keys import KeyStore
@@ -242,7 +246,7 @@ def restore(backup: Path, state: Path, on_progress: Progress) -> Backup:
 def _copy_parts(report: Backup, backup: Path, stage: Path, on_progress: Progress) -> None:
     for saved in report.galleries:
         source, target = (_gallery_in(folder, saved.name) for folder in (backup, stage))
-        restore_gallery(source, target, on_progress=on_progress)
+        restore_backup(source, target, on_progress=on_progress)
         for file in UploadFolder(source).files():
             _copy(file, target / file.relative_to(source), on_progress)
     _copy_tree(backup / "bundles", stage / "bundles", on_progress)
@@ -275,7 +279,7 @@ def _save_galleries(
         with uploads.removal_paused():
             try:
                 GoldenSet(location.path).check()
-                saved = backup_gallery(location.path, target, on_progress)
+                saved = write_backup(location.path, target, on_progress)
             except KinlensError:
                 if location.managed and current_generation(location.path) is None:
                     continue  # it has just been deleted

@@ -16,8 +16,8 @@ import typer
 from pydantic import ValidationError
 
 from kinlens.embedder.errors import KinlensError, StateError
+from kinlens.indexer.galleries import gpu_memory, snapshot_at
 from kinlens.indexer.gallery import Gallery as IndexedGallery
-from kinlens.indexer.gallery import gpu_memory, snapshot_at
 from kinlens.service.access.keys import open_keys
 from kinlens.service.cards import describe_use
 from kinlens.service.commands import options

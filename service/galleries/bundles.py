@@ -10,7 +10,7 @@ from kinlens.embedder.engines.models import PROVIDERS, SessionSettings
 from kinlens.embedder.errors import BundleNotFoundError, GalleryError, ProviderError
 from kinlens.embedder.session import BundleFacts, Embedder, OnnxEmbedder
 from kinlens.embedder.types import SHORT
-from kinlens.indexer.gallery import current_manifest
+from kinlens.indexer.galleries import current_manifest
 from kinlens.indexer.types import mismatch
 from kinlens.service.concurrency import begin_in_thread
 from kinlens.service.encoding.fork_server import ForkServer

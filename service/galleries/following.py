@@ -5,7 +5,7 @@ import random
 
 import structlog
 
-from kinlens.indexer.gallery import Follower
+from kinlens.indexer.galleries import Follower
 from kinlens.service.concurrency import KeyedThreads
 from kinlens.service.galleries.locations import followed
 from kinlens.service.observe.logs import Repeats

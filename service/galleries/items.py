@@ -27,9 +27,9 @@ from kinlens.embedder.errors import (
 from kinlens.embedder.sources.names import composed
 from kinlens.embedder.types import ItemId
 from kinlens.indexer.filters.tree import Filter
+from kinlens.indexer.galleries import MilvusStore, current_generation
+from kinlens.indexer.galleries import check_item as check_stored
 from kinlens.indexer.gallery import Gallery as IndexedGallery
-from kinlens.indexer.gallery import MilvusStore, current_generation
-from kinlens.indexer.gallery import check_item as check_stored
 from kinlens.indexer.ingest.products import changes_by_key
 from kinlens.indexer.types import Entry, Item
 from kinlens.service.concurrency import BoundedPool

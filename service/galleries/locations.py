@@ -9,7 +9,7 @@ from kinlens.embedder.bundle import MANIFEST
 from kinlens.embedder.durable import is_settled, is_stage, stamp
 from kinlens.embedder.engines.models import SessionSettings
 from kinlens.embedder.errors import GalleryNotFoundError, InvalidParameterError
-from kinlens.indexer.gallery import (
+from kinlens.indexer.galleries import (
     CURRENT,
     MilvusStore,
     current_generation,

@@ -16,7 +16,8 @@ from kinlens.embedder.errors import (
     StateMissingError,
     disk_fault,
 )
-from kinlens.indexer.gallery import Gallery, current_generation, delete_gallery
+from kinlens.indexer.galleries import current_generation, delete_gallery
+from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.types import checked_name
 from kinlens.models import JobModel
 from kinlens.service.access.binding import of_caller

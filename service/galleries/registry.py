@@ -37,8 +37,8 @@ from kinlens.embedder.errors import (
     OverloadedError,
 )
 from kinlens.embedder.session import ModelFacts, check_precision
+from kinlens.indexer.galleries import MilvusStore
 from kinlens.indexer.gallery import Gallery as IndexedGallery
-from kinlens.indexer.gallery import MilvusStore
 from kinlens.quality.calibration import Calibrated
 from kinlens.quality.calibrator import Calibrator
 from kinlens.service.access.binding import Binding, of_caller

@@ -27,7 +27,7 @@ from kinlens.embedder.errors import (
     ItemNotFoundError,
     KinlensError,
 )
-from kinlens.indexer.gallery import current_generation, stored_contents, uploads_folder
+from kinlens.indexer.galleries import current_generation, stored_contents, uploads_folder
 from kinlens.service.concurrency import DaemonThreads
 
 T = TypeVar("T")

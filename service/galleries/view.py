@@ -32,7 +32,8 @@ from kinlens.indexer.filters.tree import (
     check_boosted,
     check_grouped,
 )
-from kinlens.indexer.gallery import Gallery, GalleryFacts, MilvusStore
+from kinlens.indexer.galleries import GalleryFacts, MilvusStore
+from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.types import (
     AttributeFacts,
     Entry,

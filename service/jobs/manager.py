@@ -27,7 +27,7 @@ from kinlens.embedder.errors import (
     StateMissingError,
 )
 from kinlens.environment import child_environment
-from kinlens.indexer.gallery import current_manifest
+from kinlens.indexer.galleries import current_manifest
 from kinlens.models import JobLog, JobOptions
 from kinlens.service.concurrency import begin_in_thread, too_late
 from kinlens.service.galleries.locations import Locations, known_bundles

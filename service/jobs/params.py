@@ -25,7 +25,7 @@ from kinlens.embedder.errors import (
     JobConflictError,
 )
 from kinlens.embedder.types import SHORT
-from kinlens.indexer.gallery import current_manifest
+from kinlens.indexer.galleries import current_manifest
 from kinlens.indexer.ingest.sync import MaxRemoved
 from kinlens.models import BundleModel, JobKind, JobOptions
 from kinlens.service.access.binding import of_caller

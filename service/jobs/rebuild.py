@@ -20,7 +20,8 @@ from kinlens.embedder.seen import Seen
 from kinlens.embedder.session import OnnxEmbedder
 from kinlens.embedder.sources.tables import class_in
 from kinlens.golden import Interval
-from kinlens.indexer.gallery import Gallery, copy_bytes, current_manifest
+from kinlens.indexer.galleries import copy_bytes, current_manifest
+from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.images import ANY_SIZE, read_image
 from kinlens.indexer.ingest.rebuild import (
     Follower,

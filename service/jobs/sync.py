@@ -3,7 +3,8 @@
 import contextlib
 
 from kinlens.embedder.errors import SourceError
-from kinlens.indexer.gallery import KEEP_REMOVED_S, Gallery
+from kinlens.indexer.galleries import KEEP_REMOVED_S
+from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.ingest.sync import MaxRemoved, SyncSettings, source_of, sync_source
 from kinlens.service.jobs.params import SyncParams
 from kinlens.service.jobs.rebuild import Context, opened

@@ -20,7 +20,8 @@ from typer.testing import CliRunner, Result
 from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.durable import set_fault_hook
 from kinlens.embedder.errors import KinlensError
-from kinlens.indexer.gallery import Gallery, current_generation
+from kinlens.indexer.galleries import current_generation
+from kinlens.indexer.gallery import Gallery
 from kinlens.service.__main__ import app
 from kinlens.service.backups import folder as backups
 from kinlens.service.settings import Settings

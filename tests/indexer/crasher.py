@@ -27,7 +27,7 @@ from kinlens.indexer.filters.tree import Range
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.ingest.build import import_gallery
 from kinlens.indexer.ingest.rebuild import adopt
-from kinlens.indexer.live.backup import backup, restore
+from kinlens.indexer.live.backup import restore_backup, write_backup
 from kinlens.indexer.types import Entry, GalleryExport, SearchOptions
 from kinlens.values import AttributeValue
 
@@ -164,11 +164,11 @@ def adopt_source(place: Path) -> None:
 
 
 def save(place: Path) -> None:
-    backup(place / "source", place / "saved")
+    write_backup(place / "source", place / "saved")
 
 
 def restore_saved(place: Path) -> None:
-    restore(place / "saved", place / "target", replace=True)
+    restore_backup(place / "saved", place / "target", replace=True)
 
 
 def contents(path: Path) -> Contents:

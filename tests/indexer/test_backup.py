@@ -14,14 +14,15 @@ import numpy as np
 import pytest
 
 from kinlens.embedder.errors import GalleryCorruptError
-from kinlens.indexer.gallery import Gallery, copy_bytes, current_generation
-from kinlens.indexer.live.backup import restore
+from kinlens.indexer.galleries import copy_bytes, current_generation
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.live.backup import restore_backup
 from kinlens.indexer.types import Entry
 from kinlens.quality.calibrator import Calibrator
 from tests.indexer import oracle
 from tests.indexer.conftest import flipped, generation_of, segment_of, truncated, zeroed
 from tests.indexer.crasher import DIM, vector
-from tests.support.seams import backup
+from tests.support.seams import write_backup
 
 QUERIES = np.eye(DIM, dtype=np.float32)
 
@@ -76,7 +77,7 @@ def shop(filled, tmp_path) -> Path:
 
 @pytest.fixture
 def saved(filled, tmp_path) -> Path:
-    backup(filled, tmp_path / "saved")
+    write_backup(filled, tmp_path / "saved")
     return tmp_path / "saved"
 
 
@@ -92,7 +93,7 @@ def test_a_backup_and_what_is_restored_from_it_are_the_same_under_other_generati
 ) -> None:
     places = [tmp_path / name for name in ("saved", "one", "two")]
     copied: list[int] = []
-    report = backup(filled, places[0], copied.append)
+    report = write_backup(filled, places[0], copied.append)
     assert sum(copied) == copy_bytes(filled) == pytest.approx(report.bytes, rel=0.1)
     assert content(filled)["calibration"] is not None
     assert (report.name, report.items) == ("shop", 200)
@@ -101,7 +102,7 @@ def test_a_backup_and_what_is_restored_from_it_are_the_same_under_other_generati
     assert json.loads((places[0] / "backup.json").read_text()) == report.model_dump()
     assert content(places[0]) == content(filled)  # to look into a backup does not spoil it
     for place in places[1:]:
-        assert restore(places[0], place).generation == generation_of(place).name
+        assert restore_backup(places[0], place).generation == generation_of(place).name
         assert content(place) == content(filled)
     facts = []
     for path in (filled, *places):
@@ -132,7 +133,7 @@ def test_a_backup_taken_during_changes_is_one_state_with_all_that_was_acknowledg
             acknowledgements = []
             for number in range(8):
                 acknowledgements.append(acknowledged)
-                backup(shop, tmp_path / f"saved {number}")
+                write_backup(shop, tmp_path / f"saved {number}")
         finally:
             stop.set()
         changing.result()
@@ -153,7 +154,7 @@ def test_a_gallery_that_lacks_a_file_is_not_backed_up(shop, tmp_path) -> None:
     file = segment_of(shop) / "gone.bin"
     file.unlink()
     with pytest.raises(GalleryCorruptError, match=rf"{file}"):
-        backup(shop, tmp_path / "other")
+        write_backup(shop, tmp_path / "other")
     assert not (tmp_path / "other").exists()
 
 
@@ -175,8 +176,8 @@ def test_a_damaged_backup_is_refused_with_the_file_name_and_changes_nothing(
     damage(file)
     before = content(shop)
     with pytest.raises(GalleryCorruptError, match=name.replace(".", r"\.")):
-        restore(saved, shop, replace=True)
+        restore_backup(saved, shop, replace=True)
     with pytest.raises(GalleryCorruptError):
-        restore(saved, saved.parent / "nowhere")
+        restore_backup(saved, saved.parent / "nowhere")
     assert current_generation(saved.parent / "nowhere") is None
     assert content(shop) == before

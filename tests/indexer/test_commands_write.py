@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from kinlens.indexer.filters.tree import Equals
-from kinlens.indexer.gallery import Gallery, current_generation
+from kinlens.indexer.galleries import current_generation
+from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.live import compaction
 from tests.indexer.conftest import (
     Run,

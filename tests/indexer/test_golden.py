@@ -14,13 +14,13 @@ from kinlens.embedder.errors import (
 from kinlens.golden import Label
 from kinlens.indexer.checks.verify import check_files
 from kinlens.indexer.gallery import Gallery
-from kinlens.indexer.live.backup import restore
+from kinlens.indexer.live.backup import restore_backup
 from kinlens.quality.golden import MAX_QUERIES, GoldenSet, NewQuery
 from kinlens.quality.judging import GoldenResults, change
 from kinlens.quality.judging import labelled as golden_labels
 from tests.indexer.conftest import Run, failure, flipped, printed
 from tests.indexer.oracle import DIM, clumped, entry, units
-from tests.support.seams import adopt, backup, compare
+from tests.support.seams import adopt, compare, write_backup
 from tests.tiny import encoded, photo
 
 TIE = 1e-5
@@ -161,14 +161,14 @@ def test_a_golden_set_stays_through_swap_build_and_compaction_and_is_in_the_back
     before = (golden.queries(), golden.runs(), golden.image(golden.queries()[0].sha256))
 
     gallery.compact()
-    backup(gallery.path, tmp_path / "backup")
+    write_backup(gallery.path, tmp_path / "backup")
     adopt(gallery.path, other.path)
     assert Gallery.open(gallery.path).generation != gallery.generation
     assert (golden.queries(), golden.runs(), golden.image(before[0][0].sha256)) == before
     Gallery.create(gallery.path, name="shop", bundle_id="b", dim=DIM).close()
     assert golden.queries() == before[0]
     for target in (tmp_path / "new", other.path):
-        restore(tmp_path / "backup", target, replace=True)
+        restore_backup(tmp_path / "backup", target, replace=True)
         there = GoldenSet(target)
         assert (there.queries(), there.runs(), there.image(before[0][0].sha256)) == before
         check_files(target)
@@ -180,7 +180,7 @@ def test_a_damaged_golden_set_is_reported_and_neither_backed_up_nor_used(
     stocked(gallery, 40)
     golden = GoldenSet(gallery.path)
     golden.add([NewQuery(bytes(100_000), Label(keys=("k0",)))], gallery)
-    backup(gallery.path, tmp_path / "good")
+    write_backup(gallery.path, tmp_path / "good")
     flipped(golden.file)
     for work in (
         golden.check,

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from kinlens.embedder.errors import PlanError, ProviderError
-from kinlens.indexer.gallery import Gallery, gpu_memory
+from kinlens.indexer.galleries import gpu_memory
+from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.index import gpu
 from kinlens.indexer.index.gpu import MAX_K, MAX_ROWS, failed_trial, why_no_gpu
 from kinlens.indexer.index.plan import IndexSettings

@@ -11,11 +11,11 @@ from kinlens.indexer.checks.verify import check_files, verify_gallery
 from kinlens.indexer.filters.tree import Equals
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.index.plan import IndexSettings
-from kinlens.indexer.live.backup import restore
+from kinlens.indexer.live.backup import restore_backup
 from kinlens.indexer.types import Entry, SearchOptions
 from tests.indexer.conftest import generation_of, printed
 from tests.indexer.oracle import BUNDLE, clumped
-from tests.support.seams import backup, recall_at
+from tests.support.seams import recall_at, write_backup
 
 N, DIM = 3000, 64
 VECTORS = clumped(N + 600, DIM)
@@ -81,8 +81,8 @@ def test_a_gallery_in_half_precision_is_changed_compacted_verified_and_restored(
     assert (hit.key, round(hit.score, 3)) == ("k1", 1.0)
     check_files(gallery.path)
     assert verify_gallery(gallery.path).problems == ()
-    backup(gallery.path, tmp_path / "backup")
-    restore(tmp_path / "backup", tmp_path / "again")
+    write_backup(gallery.path, tmp_path / "backup")
+    restore_backup(tmp_path / "backup", tmp_path / "again")
     with closing(Gallery.open(tmp_path / "again", verify_hashes=True)) as again:
         assert again.vector_type == "fp16"
         options = SearchOptions(where=Equals("even", True))

@@ -10,7 +10,8 @@ import pytest
 
 from kinlens.embedder.errors import GalleryCorruptError, PlanError, RecallError
 from kinlens.embedder.types import Embeddings
-from kinlens.indexer.gallery import Gallery, current_generation
+from kinlens.indexer.galleries import current_generation
+from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.index import faiss as engine
 from kinlens.indexer.index import segment as segments
 from kinlens.indexer.index.plan import IndexSettings, Plan

@@ -24,7 +24,8 @@ from kinlens.embedder.errors import (
 )
 from kinlens.embedder.machine import core_count, memory_mb
 from kinlens.embedder.types import Images
-from kinlens.indexer.gallery import Gallery, current_generation
+from kinlens.indexer.galleries import current_generation
+from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.index.plan import IndexSettings
 from kinlens.indexer.ingest.add import AddReport, add_source
 from kinlens.indexer.ingest.build import BuildSettings, build_gallery

@@ -20,7 +20,7 @@ from kinlens.indexer.live import compaction
 from kinlens.indexer.types import Entry, Facet, SearchOptions
 from tests.indexer.conftest import faults, generation_of
 from tests.indexer.oracle import DIM, units
-from tests.support.seams import Segment, backup
+from tests.support.seams import Segment, write_backup
 from tests.support.waiting import until
 
 QUERY = units(1, 99)
@@ -157,7 +157,7 @@ def test_changes_made_during_a_compaction_are_neither_lost_nor_undone(
         assert hits[0].score == pytest.approx(1, abs=1e-5)
     again.close()
     reader.close()
-    backup(out, out.parent / "backup")  # also without the row of the number of k31
+    write_backup(out, out.parent / "backup")  # also without the row of the number of k31
     gallery.compact()
     check_files(out)
 
@@ -196,7 +196,7 @@ def test_a_failed_background_compaction_is_reported_and_the_gallery_answers(
     gallery.compact()
 
     fail = Mock(side_effect=MemoryError("out of memory"))
-    monkeypatch.setattr("kinlens.indexer.gallery.compact", fail)
+    monkeypatch.setattr("kinlens.indexer.live.upkeep.compact", fail)
     seen: list[KinlensError] = []
     background = gallery.compact_in_background(seen.append)
     gallery.remove(f"k{n}" for n in range(50))
@@ -234,7 +234,7 @@ def test_closing_does_not_wait_for_a_compaction(gallery, monkeypatch) -> None:
         began.set()
         release.wait()
 
-    monkeypatch.setattr("kinlens.indexer.gallery.compact", endless)
+    monkeypatch.setattr("kinlens.indexer.live.upkeep.compact", endless)
     monkeypatch.setattr(compaction, "_SMALL_DELTA", 50)
     monkeypatch.setattr(compaction, "_CLOSE_S", 0.01)
     gallery.add(entries(range(100)))
@@ -249,7 +249,7 @@ def test_closing_does_not_wait_for_a_compaction(gallery, monkeypatch) -> None:
 def test_a_removal_in_steps_that_a_build_interrupts_reports_its_progress(
     gallery: Gallery, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kinlens.indexer.gallery._BATCH", 7)
+    monkeypatch.setattr("kinlens.indexer.live.writer._BATCH", 7)
     gallery.add(entries(range(20)))
     steps = itertools.count()
 

@@ -25,14 +25,14 @@ from kinlens.indexer.exchange.publish import Snapshot, read_snapshot
 from kinlens.indexer.filters.text import parse_filter
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.index.plan import IndexSettings
-from kinlens.indexer.live.backup import restore
+from kinlens.indexer.live.backup import restore_backup
 from kinlens.indexer.types import Entry, SearchOptions
 from kinlens.quality.calibrator import Calibrator
 from tests.indexer import crasher
 from tests.indexer.conftest import Run, failure, faults, printed, stops_at
 from tests.indexer.crasher import forks
 from tests.indexer.oracle import BUNDLE, entry, units
-from tests.support.seams import ObjectFolder, backup, publish
+from tests.support.seams import ObjectFolder, publish, write_backup
 
 DIM = 16
 QUERIES = units(5, seed=99)
@@ -318,8 +318,8 @@ def test_a_copy_becomes_the_writer_by_backup_and_the_old_one_cannot_come_back(
     for follower in (first, second):
         follower.update()
     gallery.update({"k5": {"stock": 77}})
-    backup(first.folder, tmp_path / "saved")
-    restore(tmp_path / "saved", tmp_path / "own")
+    write_backup(first.folder, tmp_path / "saved")
+    restore_backup(tmp_path / "saved", tmp_path / "own")
     with pytest.raises(GalleryConflictError, match="belongs to another folder"):
         publish(tmp_path / "own", address)
     with contextlib.closing(Gallery.open(tmp_path / "own")) as own:

@@ -13,7 +13,8 @@ import pytest
 
 from kinlens.embedder.errors import GalleryBusyError, SourceError
 from kinlens.embedder.fake import FakeEmbedder
-from kinlens.indexer.gallery import Gallery, current_generation
+from kinlens.indexer.galleries import current_generation
+from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.ingest.rebuild import Follower, adopt, rebuild, swap_in
 from kinlens.indexer.types import Entry, Item
 from tests.support.seams import EmbedSettings

@@ -8,7 +8,8 @@ import pytest
 from kinlens.embedder.errors import InvalidParameterError, ItemNotFoundError
 from kinlens.indexer.checks.verify import check_files
 from kinlens.indexer.filters.text import parse_filter
-from kinlens.indexer.gallery import Gallery, stored_contents
+from kinlens.indexer.galleries import stored_contents
+from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.live.compaction import KEEP_REMOVED_S
 from kinlens.indexer.types import Entry, SearchOptions
 from tests.indexer.conftest import failure, faults, printed, usage

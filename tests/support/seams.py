@@ -20,7 +20,7 @@ from kinlens.indexer.index.tune import recall_at, tune
 from kinlens.indexer.ingest.build import import_gallery
 from kinlens.indexer.ingest.embed import EmbedSettings
 from kinlens.indexer.ingest.rebuild import adopt
-from kinlens.indexer.live.backup import backup
+from kinlens.indexer.live.backup import write_backup
 from kinlens.indexer.types import GalleryExport
 from kinlens.quality.compare import compare
 from kinlens.service.access.audit import AuditLog, Change

@@ -31,7 +31,7 @@ from kinlens.embedder.errors import ItemNotFoundError
 from kinlens.embedder.fake import FakeEmbedder
 from kinlens.embedder.session import Embedder, OnnxEmbedder
 from kinlens.embedder.types import Embeddings, Hit, Images, ItemId
-from kinlens.indexer.gallery import GalleryFacts
+from kinlens.indexer.galleries import GalleryFacts
 from kinlens.indexer.ingest.build import build_gallery
 from kinlens.indexer.ingest.sources import folder_source
 from kinlens.indexer.types import Entry, Item, SearchOptions

@@ -1,0 +1,207 @@
+"""Upkeep of a gallery: its state, what is due, and compactions."""
+
+import hashlib
+import json
+from collections.abc import Callable
+
+from kinlens.embedder.durable import stamp, write_whole
+from kinlens.embedder.errors import (
+    GalleryCorruptError,
+    KinlensError,
+)
+from kinlens.indexer.catalog.read import CatalogView, State
+from kinlens.indexer.folder.layout import disk_errors_explained
+from kinlens.indexer.folder.manifest import (
+    PRECISIONS,
+    GalleryFacts,
+)
+from kinlens.indexer.index.plan import IndexSettings
+from kinlens.indexer.index.segment import read_manifest as read_segment_manifest
+from kinlens.indexer.live.compaction import (
+    CATALOG,
+    KEEP_REMOVED_S,
+    SEGMENTS,
+    BackgroundCompaction,
+    CompactReport,
+    collect,
+    compact,
+    due,
+)
+from kinlens.indexer.live.writer import GalleryWriter
+from kinlens.indexer.types import (
+    IndexLocation,
+    Progress,
+)
+
+_MANY = 10_000  # items whose attributes take about 0.1 s to read
+
+
+class GalleryUpkeep(GalleryWriter):
+    """The upkeep of a gallery. A compaction may run in another thread."""
+
+    _segment_size: tuple[str | None, int] = (None, 0)
+    _stamp: tuple[int, ...] | None = None
+
+    @property
+    def copy_of(self) -> str | None:
+        """The address of the original if this is a read-only copy; else None."""
+        return self._folder.copy_of
+
+    @property
+    def precision(self) -> str:
+        """The model precision that computed the vectors, or several, such as fp32+int8."""
+        built = self.manifest.precision.split("+")
+        return "+".join(sorted({*built, *self._added_precisions()}))
+
+    def admit(self, precision: str) -> None:
+        """Record that vectors in `precision` will be added. Raises: GalleryWriteError."""
+        if precision not in self.precision.split("+"):
+            path = self.generation_folder / PRECISIONS
+            with self._folder.writing(self.generation), disk_errors_explained(path.parent):
+                known = sorted({precision, *self._added_precisions()})
+                write_whole(path, json.dumps(known).encode(), "precisions")
+                path.chmod(0o644)  # another user may serve the gallery
+
+    def _added_precisions(self) -> list[str]:
+        path = self.generation_folder / PRECISIONS
+        try:
+            return [str(one) for one in json.loads(path.read_bytes())]
+        except FileNotFoundError:
+            return []
+        except ValueError as error:
+            raise GalleryCorruptError(
+                f"{path} cannot be read: {error}. Restore a backup: kinlens-index restore."
+            ) from error
+
+    @property
+    def version(self) -> str:
+        """sha256 (hex) that changes with every change."""
+        return self._version_at(self._catalog.state().seq)
+
+    def facts(self) -> GalleryFacts:
+        """A description of the gallery's current state."""
+        with self._snapshots.reading() as reading:
+            snapshot = reading.snapshot
+            state = snapshot.state
+            segment = None if snapshot.segment is None else snapshot.segment.manifest
+            known = self.manifest.model_dump(
+                include={"name", "bundle_id", "dim", "created_at", "source", "source_root"}
+            )
+            return GalleryFacts(
+                **known,
+                precision=self.precision,
+                version=self._version_at(state.seq),
+                generation=self.generation,
+                size=state.size,
+                delta=snapshot.delta.size,
+                tombstones=snapshot.tombstone_count - (0 if segment is None else segment.gone),
+                compaction_due=self._due(reading.view, state),
+                segment=segment,
+            )
+
+    def index_location(self) -> IndexLocation | None:
+        """The device of the index; None without an index. Raises: GalleryCorruptError."""
+        segment = self._snapshots.newest().segment
+        return None if segment is None else segment.location
+
+    def compact(
+        self,
+        settings: IndexSettings | None = None,
+        *,
+        wait: bool = False,
+        keep_removed_s: float = 0.0,
+        from_scratch: bool = False,
+        on_progress: Progress | None = None,
+    ) -> CompactReport:
+        """Write a new segment of all items, and switch to it.
+
+        Searches and changes continue during the compaction.
+
+        settings: how to build the index; by default as the current one.
+        wait: wait for the compaction of another process.
+        keep_removed_s: how long removed items stay restorable; 0 erases them.
+        from_scratch: reuse nothing of the current segment.
+
+        Raises: GalleryBusyError if another process compacts, without `wait`; GalleryConflictError
+            for a copy; PlanError, RecallError, GalleryWriteError: the old segment stays in use.
+        """
+        self._folder.refuse_copy()
+        report = compact(
+            self.generation_folder,
+            settings or self.index_settings(),
+            wait=wait,
+            keep_removed_s=keep_removed_s,
+            from_scratch=from_scratch,
+            on_progress=on_progress,
+        )
+        self._snapshots.refresh()
+        with self._catalog.reading():  # releases vectors that were rewritten
+            pass
+        collect(self.generation_folder)
+        return report
+
+    def refresh(self) -> None:
+        """Notice what other processes have written: open a new segment, so that no search has to
+        wait for it, and compact in the background if that is due.
+        """
+        self._snapshots.refresh()
+        if self._background is not None:
+            self._background.nudge()
+
+    def has_changed(self) -> bool:
+        """Whether any process has written to the catalogue since the last call, by the time of its
+        log. Asking many galleries each second is cheap.
+        """
+        before, self._stamp = self._stamp, stamp(f"{self.generation_folder}/{CATALOG}-wal")
+        return before != self._stamp
+
+    def index_settings(self) -> IndexSettings:
+        """The settings of the current index; the defaults if they are not recorded."""
+        name = self._catalog.state().segment
+        try:
+            return read_segment_manifest(self.generation_folder / SEGMENTS / str(name)).settings
+        except GalleryCorruptError:
+            return IndexSettings()
+
+    def needs_compaction(self) -> str | None:
+        """Why a compaction is due: 20 % of the segment removed, or a large delta.
+
+        None if not due. Copies are never compacted, only their original.
+        """
+        if self.copy_of is not None:
+            return None
+        with self._catalog.reading() as view:
+            return self._due(view, view.state())
+
+    def compact_in_background(
+        self, on_error: Callable[[KinlensError], None] | None = None
+    ) -> BackgroundCompaction:
+        """Compact the gallery in another thread whenever a write, or `refresh`, finds it due."""
+        if self._background is None:
+            self._background = BackgroundCompaction(
+                self.needs_compaction,
+                lambda progress: self.compact(keep_removed_s=KEEP_REMOVED_S, on_progress=progress),
+                on_error,
+            )
+            self._background.nudge()
+        return self._background
+
+    def _due(self, view: CatalogView, state: State) -> str | None:
+        name, size = self._segment_size
+        if state.segment is None:
+            size = 0
+        elif name != state.segment:
+            folder = self.generation_folder / SEGMENTS / state.segment
+            if not folder.is_dir():
+                return None  # a compaction has just replaced it
+            manifest = read_segment_manifest(folder)
+            if manifest.vectors is None and manifest.size >= _MANY:
+                return "its index was built by an earlier version"
+            size = manifest.items
+            self._segment_size = (state.segment, size)
+        removed = view.removed_count()
+        changed = view.count_changed(state.segment_seq)
+        return due(size, removed, max(changed, state.size - size + removed), view.dim)
+
+    def _version_at(self, seq: int) -> str:
+        return hashlib.sha256(f"{self.manifest.uid}:{seq}".encode()).hexdigest()

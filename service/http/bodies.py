@@ -48,7 +48,8 @@ INLINE_BYTES = 4 * 2**10
 """Texts up to this length, except filters, are parsed on the event loop, longer ones in a thread.
 """
 
-_VERSIONS = frozenset({"1.0", "1.1", "2", "3"})
+_WITH_STREAMS = frozenset({"2", "3"})  # versions whose requests do not end with a connection
+_VERSIONS = frozenset({"1.0", "1.1"}) | _WITH_STREAMS
 _KEYS_BYTES = 2**20
 _PLAIN_BYTES = 16 * 2**10  # small, since it is parsed on the event loop
 _DRAIN_S = 5.0
@@ -177,7 +178,8 @@ class _Body:
                 # A client that waits for 100 Continue sends nothing, and a slow one takes long.
                 waits = header(self._scope, b"expect").lower() == "100-continue"
                 is_drained = not waits and message["status"] != HTTPStatus.REQUEST_TIMEOUT
-                MutableHeaders(scope=message)["Connection"] = "close"
+                if self._scope["http_version"] not in _WITH_STREAMS:
+                    MutableHeaders(scope=message)["Connection"] = "close"
             elif is_early and not message.get("more_body", False):
                 await send({**message, "more_body": True})
                 if is_drained:
@@ -296,7 +298,9 @@ class _Body:
 
 
 def _has_body(scope: Scope) -> bool:
-    """Whether the headers of the request declare a body."""
+    """Whether the headers of the request declare a body; in HTTP/2 a body needs no header."""
+    if scope["http_version"] in _WITH_STREAMS:
+        return scope["method"] not in ("GET", "HEAD")
     names = [name for name, value in scope["headers"] if value != b"0"]
     return b"content-length" in names or b"transfer-encoding" in names
 

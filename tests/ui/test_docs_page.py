@@ -18,3 +18,7 @@ def test_the_docs_show_every_operation_and_try_one(open_admin: OpenPage, shop: A
     expect(page.locator(".live-responses-table .microlight").first).to_contain_text(
         '"status": "live"'
     )
+    page.set_viewport_size({"width": 390, "height": 800})
+    page.locator(".opblock-summary-path[data-path='/galleries/{name}/items']").first.click()
+    expect(page.locator(".responses-table").last).to_be_visible()
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390

@@ -1,5 +1,8 @@
 """The application on three servers: the same requests get the same answers."""
 
+import gzip
+import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -110,6 +113,20 @@ def test_each_server_gives_the_same_answers(server) -> None:
                 assert answer.json()["status"] == expected
             elif method == "POST":
                 assert answer.json()["hits"][0]["key"] == "3.png"
+
+
+@pytest.mark.parametrize("server", ["granian"], indirect=True)
+def test_a_body_without_length_is_inflated_and_limited_in_http_2(server) -> None:
+    curl = shutil.which("curl")
+    if curl is None:
+        pytest.skip("curl is needed")
+    url = f"http://127.0.0.1:{server.port}/search?gallery=shop"
+    send = [curl, "-s", "--http2-prior-knowledge", "-H", "Content-Type: image/png", "-T", "-"]
+    send += ["-H", "Content-Encoding: gzip"]
+    for body, expected in ((gzip.compress(IMAGE), b"200"), (gzip.compress(bytes(2 * MIB)), b"413")):
+        shown = ["-o", os.devnull, "-w", "%{http_version} %{http_code}", "-X", "POST", url]
+        answer = subprocess.run([*send, *shown], input=body, capture_output=True, timeout=WAIT_S)
+        assert answer.stdout == b"2 " + expected, answer.stderr
 
 
 def test_each_server_reads_the_body_of_a_request_to_its_end(server) -> None:

@@ -1,39 +1,17 @@
 """kinlens-serve: serve galleries over HTTP; check a setup; manage keys, jobs, audit, backups."""
 
-from kinlens.embedder.machine import require_faiss
+import sys
+
 from kinlens.environment import isolate
-from kinlens.installs import missing_package
-
-require_faiss("kinlens-serve")
-
-try:
-    import typer
-
-    from kinlens.embedder.programs.console import Commands
-    from kinlens.service.commands import backup, check, feedback, keys, serve, settings
-except ModuleNotFoundError as missing:
-    raise SystemExit(missing_package("kinlens-serve", missing, "cpu", "gpu")) from None
-
-app = typer.Typer(
-    cls=Commands, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
-)
-
-_EXAMPLE = "Example: kinlens-serve --bundle bundles/shop --gallery shop=galleries/shop"
-
-app.callback(invoke_without_command=True, epilog=_EXAMPLE)(serve.serve)
-app.command()(check.check)
-app.command(epilog=settings.EXAMPLE)(settings.settings)
-app.command()(serve.work)
-app.command(epilog=backup.BACKUP_EXAMPLE)(backup.backup)
-app.command(epilog=backup.RESTORE_EXAMPLE)(backup.restore)
-app.command()(keys.audit)
-app.add_typer(feedback.app, name="feedback")
-app.add_typer(keys.app, name="keys")
+from kinlens.service.encoding import spawn
 
 
 def main() -> None:
     """Run the command line."""
     isolate()
+    spawn.prepare(sys.argv[1:])  # it imports the libraries of models while this process imports
+    from kinlens.service.commands.program import app
+
     app()
 
 

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 import kinlens.commands.__main__
-import kinlens.service.__main__
+import kinlens.service.commands.program
 import kinlens.training.__main__
 
 ROOT = Path(__file__).parents[1]
@@ -18,7 +18,7 @@ BIN = Path(sys.executable).parent
 APPS = {
     "kinlens-train": kinlens.training.__main__.app,
     "kinlens-index": kinlens.commands.__main__.app,
-    "kinlens-serve": kinlens.service.__main__.app,
+    "kinlens-serve": kinlens.service.commands.program.app,
 }
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())

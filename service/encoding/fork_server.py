@@ -9,7 +9,7 @@ are copies of. Where the model runs on a GPU, the fork server has none, and its 
 
 Messages on the socket of the fork server, each one packet of text:
 
-    at the start                        ──► the choice of the model as JSON, or an error
+    the arguments of `main` as JSON     ──► the choice of the model as JSON, or an error
     "fork LAYER ...", with a socket     ──► process id of a worker that serves this socket in these
                                             layers of the sandbox, or in those that it finds
     "end PID"                           ──► exit code of the worker, after killing it
@@ -22,8 +22,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import traceback
 import warnings
@@ -33,7 +31,6 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-import kinlens
 from kinlens.embedder import errors
 from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.decoding.formats import load_all
@@ -44,10 +41,10 @@ from kinlens.embedder.session import OnnxEmbedder
 from kinlens.embedder.types import SHORT
 from kinlens.service.encoding import worker
 from kinlens.service.encoding.sandbox import Layer, active_names
+from kinlens.service.encoding.spawn import PACKET_BYTES, Interpreter, interpreter
 
 _START_S = 60.0
 _ANSWER_S = 10.0
-_PACKET_BYTES = 2**14
 _TEXT_CHARACTERS = 1000
 _MOST_CRASHES = 8
 """Workers share the memory layout of their server. After this number of crashes the server is
@@ -55,16 +52,6 @@ replaced, so that no attacker can find addresses by trial and error.
 """
 _DIE_WITH_PARENT = 1  # prctl: PR_SET_PDEATHSIG
 _MIB = 2**20
-CODE = "from kinlens.service.encoding.fork_server import main; main(*arguments)"
-
-_PATH = (
-    "import sys; count = int(sys.argv[1]); sys.path[:] = sys.argv[2:2 + count]; "
-    "arguments = sys.argv[2 + count:]; "
-)
-_ENVIRONMENT = dict.fromkeys(
-    ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "PYDANTIC_DISABLE_PLUGINS"), "1"
-)
-_PASSED_ON = ("LD_LIBRARY_PATH", "HOME", "XDG_CACHE_HOME")  # the last two for measured speeds
 
 
 class Choice(NamedTuple):
@@ -95,16 +82,15 @@ class ForkServer:
         self._bundle = [] if bundle is None else [str(bundle.path.resolve()), bundle.bundle_id]
         self._session = session or SessionSettings()
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._socket: socket.socket | None = None
+        self._interpreter: Interpreter | None = None
         self._is_up = self._is_closed = False
         self._crashes = 0
 
     @property
     def is_running(self) -> bool:
         """Whether it can fork."""
-        process = self._process
-        return self._is_up and process is not None and process.poll() is None
+        own = self._interpreter
+        return self._is_up and own is not None and own.process.poll() is None
 
     def start(self) -> None:
         """Start the process and wait until it has loaded the model. One thread at a time. A later
@@ -113,19 +99,14 @@ class ForkServer:
         Raises: OSError with the reason; BundleError if the model cannot run.
         """
         self.stop()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            try:
-                self._process = self._spawned(theirs)
-            except BaseException:
-                ours.close()
-                raise
-        self._socket = ours
+        session = json.dumps(asdict(self._session), default=sorted)
+        self._interpreter = interpreter([*self._limits, session, *self._bundle])
+        ours = self._interpreter.connection
         try:
             if self._is_closed:
                 raise ConnectionError("the service is shutting down")
             ours.settimeout(_START_S)
-            if not (packet := ours.recv(_PACKET_BYTES)):
+            if not (packet := ours.recv(PACKET_BYTES)):
                 raise ConnectionError("it exited at its start")
             answer = json.loads(packet)
             if isinstance(answer, dict):
@@ -170,30 +151,9 @@ class ForkServer:
     def stop(self) -> None:
         """Kill the server and all its workers."""
         self._is_up = False
-        process, connection = self._process, self._socket
-        if process is not None and connection is not None:
-            process.kill()
-            process.wait()
-            connection.close()
-
-    def _spawned(self, connection: socket.socket) -> "subprocess.Popen[bytes]":
-        """A fresh interpreter in its own session. It inherits no environment and no files except
-        `connection`, which is its standard input.
-
-        Raises: OSError.
-        """
-        path = [str(Path(kinlens.__path__[0]).parent), *(entry for entry in sys.path if entry)]
-        session = json.dumps(asdict(self._session), default=sorted)
-        arguments = [*self._limits, session, *self._bundle]
-        passed_on = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
-        return subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _PATH + CODE, str(len(path)), *path, *arguments],
-            stdin=connection.fileno(),
-            stdout=subprocess.DEVNULL,
-            cwd="/",
-            env=_ENVIRONMENT | passed_on,
-            start_new_session=True,
-        )
+        if self._interpreter is not None:
+            self._interpreter.end()
+            self._interpreter = None
 
     def _ask(self, text: str, descriptors: Sequence[int] = ()) -> int:
         """Send a message and return the answer.
@@ -201,12 +161,13 @@ class ForkServer:
         Raises: OSError, after which the server is stopped unless it reported the reason.
         """
         with self._lock:
-            if not self.is_running or self._socket is None:
+            own = self._interpreter
+            if own is None or not self.is_running:
                 raise ConnectionError("the fork server is not running")
             try:
-                self._socket.settimeout(_ANSWER_S)
-                socket.send_fds(self._socket, [text.encode()], descriptors)
-                answer = self._socket.recv(_PACKET_BYTES).decode()
+                own.connection.settimeout(_ANSWER_S)
+                socket.send_fds(own.connection, [text.encode()], descriptors)
+                answer = own.connection.recv(PACKET_BYTES).decode()
             except OSError:
                 self.stop()  # a late answer would be taken for the answer to the next message
                 raise
@@ -215,26 +176,26 @@ class ForkServer:
         return int(answer)
 
 
-def main(memory_mb: str, alarm_s: str, session: str, path: str = "", bundle_id: str = "") -> None:
+def main() -> None:
     """Load the model, then fork a worker for each order until the service closes the socket.
 
-    Args:
-        memory_mb: memory of a worker in addition to the model.
-        alarm_s: limit of decoding an image.
-        session: the session settings as JSON.
-        path: the bundle; none for workers that only decode.
-        bundle_id: its id.
+    The first packet is a list of arguments in JSON: the memory of a worker in addition to the model
+    in MB, the limit of decoding an image in seconds, the session settings as JSON, and the folder
+    and the id of the bundle; without a bundle, workers only decode.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the service decides when this ends
     warnings.simplefilter("ignore")
     orders = socket.socket(fileno=0)
     load_all()
+    if not (packet := orders.recv(PACKET_BYTES)):
+        return  # the service has ended
+    memory_mb, alarm_s, session, *bundle = json.loads(packet)
     settings = SessionSettings(**json.loads(session))
     model = choice = None
     try:
-        if path:
-            model = _opened(path, bundle_id, settings)
+        if bundle:
+            model = _opened(bundle[0], bundle[1], settings)
             choice = Choice(model.mode, model.provider, model.precision_reason)
     except KinlensError as error:
         answer = {"error": type(error).__name__, "text": str(error)[:_TEXT_CHARACTERS]}
@@ -269,7 +230,7 @@ def _serve(orders: socket.socket, work: Callable[[Sequence[str]], None]) -> None
     """Raises: ConnectionError."""
     workers = set[int]()
     while True:
-        text, descriptors, *_ = socket.recv_fds(orders, _PACKET_BYTES, 1)
+        text, descriptors, *_ = socket.recv_fds(orders, PACKET_BYTES, 1)
         if not text:
             return
         command, *words = text.decode().split()

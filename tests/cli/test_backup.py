@@ -22,8 +22,8 @@ from kinlens.embedder.durable import set_fault_hook
 from kinlens.embedder.errors import KinlensError
 from kinlens.indexer.galleries import current_generation
 from kinlens.indexer.gallery import Gallery
-from kinlens.service.__main__ import app
 from kinlens.service.backups import folder as backups
+from kinlens.service.commands.program import app
 from kinlens.service.settings import Settings
 from tests.support.own_process import own_process
 from tests.support.seams import FeedbackStore, JobStore, KeyStore

@@ -18,8 +18,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from kinlens.embedder.bundle import Bundle
-from kinlens.service.__main__ import app
 from kinlens.service.access.keys import FreshKeys
+from kinlens.service.commands.program import app
 from tests.support.own_process import own_process
 from tests.support.seams import KeyStore
 from tests.support.waiting import until
@@ -29,7 +29,7 @@ CREATE = "keys create k --scope search --state STATE"
 HANGING = """
 import sys, threading
 from kinlens.indexer.gallery import Gallery
-from kinlens.service.__main__ import app
+from kinlens.service.commands.program import app
 
 def item(self, item_id):
     print("reading", flush=True)

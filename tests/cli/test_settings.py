@@ -8,8 +8,8 @@ import pytest
 from pydantic import ValidationError
 from typer.testing import CliRunner
 
-from kinlens.service.__main__ import app
 from kinlens.service.commands.check import exposures
+from kinlens.service.commands.program import app
 from kinlens.service.commands.settings import unknown_variables, variables
 from kinlens.service.settings import GROUPS, Settings
 

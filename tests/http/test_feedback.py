@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
-from kinlens.service.__main__ import app
+from kinlens.service.commands.program import app
 from tests.support.seams import FeedbackStore, Question
 from tests.support.servers import render
 from tests.support.shops import Shop, assert_problem, sha256, start_shop

@@ -24,7 +24,7 @@ import pytest
 from typer.testing import CliRunner
 
 import kinlens.commands.__main__
-import kinlens.service.__main__
+import kinlens.service.commands.program
 import kinlens.training.__main__
 from kinlens.embedder.bundle import Bundle
 from kinlens.training.rendered.catalogue import render_view
@@ -34,7 +34,7 @@ from tests.training.jobs import TINY_TRUNK, calibrated_weights
 APPS = {
     "kinlens-train": kinlens.training.__main__.app,
     "kinlens-index": kinlens.commands.__main__.app,
-    "kinlens-serve": kinlens.service.__main__.app,
+    "kinlens-serve": kinlens.service.commands.program.app,
 }
 FIRST = ("README", "galleries", "api", "client", "operations", "security", "service-jobs")
 """The README makes the gallery; the page about jobs replaces it."""

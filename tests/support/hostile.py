@@ -21,7 +21,7 @@ START = """
 from tests.support.hostile import take_over
 take_over({layers!r}, {fault!r})
 from kinlens.service.encoding.fork_server import main
-main(*arguments)
+main()
 """
 """What a worker runs in place of its own start; its arguments are those of `take_over`."""
 

@@ -34,7 +34,7 @@ from kinlens.service.access.rates import (
     RateLimits,
     parse_rates,
 )
-from kinlens.service.encoding import fork_server, sandbox, worker
+from kinlens.service.encoding import sandbox, spawn, worker
 from kinlens.service.encoding.cache import LruCache
 from kinlens.service.encoding.fork_server import ForkServer
 from kinlens.service.encoding.model import Batcher

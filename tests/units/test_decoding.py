@@ -23,7 +23,7 @@ from kinlens.embedder.preprocess import ImageLimits, preprocess
 from tests.support.hostile import START, attempt
 from tests.support.odd_images import FORMATS, colour_spaces
 from tests.support.own_process import children, command_of
-from tests.support.seams import ForkServer, Workers, fork_server, sandbox
+from tests.support.seams import ForkServer, Workers, sandbox, spawn
 from tests.support.waiting import until
 from tests.tiny import encoded, photo
 
@@ -163,7 +163,7 @@ def hostile(
     monkeypatch: Any, layers: Sequence[str] = ALL, fault: str = "", restarts: int = 0
 ) -> Iterator[Any]:
     """A hostile worker in these layers."""
-    monkeypatch.setattr(fork_server, "CODE", START.format(layers=tuple(layers), fault=fault))
+    monkeypatch.setattr(spawn, "CODE", START.format(layers=tuple(layers), fault=fault))
     with running() as decoder:
         assert_decodes(decoder)
         yield decoder
@@ -206,7 +206,7 @@ def test_a_replacement_enters_the_same_layers(monkeypatch, attempts, tmp_path) -
         if not any(layer.holds for layer in layers):
             pytest.skip(f"this kernel has no layer: {layers[0].absence}")
         code = START.format(layers=(), fault="")  # none if it were rehearsed
-        monkeypatch.setattr(fork_server, "CODE", code)
+        monkeypatch.setattr(spawn, "CODE", code)
         worker = pid_of(decoder)
         os.kill(server_of(decoder), signal.SIGKILL)
         until(lambda: not command_of(worker))

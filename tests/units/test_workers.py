@@ -25,7 +25,7 @@ from kinlens.service.settings import Settings
 from tests.support.hostile import START, attempt
 from tests.support.odd_images import FORMATS
 from tests.support.own_process import children, own_process
-from tests.support.seams import ForkServer, Workers, fork_server
+from tests.support.seams import ForkServer, Workers, spawn
 from tests.support.servers import Running, create_app, run, workers_of
 from tests.support.shops import assert_problem
 from tests.support.waiting import until
@@ -172,7 +172,7 @@ def test_a_hostile_worker_is_confined_and_reaches_nothing(
     tiny_bundle, monkeypatch, tmp_path
 ) -> None:
     code = START.format(layers=("landlock", "seccomp"), fault="")
-    monkeypatch.setattr(fork_server, "CODE", code)
+    monkeypatch.setattr(spawn, "CODE", code)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     (tmp_path / "keys.json").write_text("{}")
     with running(tiny_bundle) as workers:

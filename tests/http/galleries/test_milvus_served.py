@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.fake import FakeEmbedder
 from kinlens.embedder.session import OnnxEmbedder
-from kinlens.service.__main__ import app as command
+from kinlens.service.commands.program import app as command
 from kinlens.service.settings import Settings
 from tests.support.milvus_server import MilvusServer, started_server
 from tests.support.seams import KeyStore, Limits, MilvusStore

@@ -19,7 +19,7 @@ import structlog
 from typer.testing import CliRunner
 
 from kinlens.embedder.fake import FakeEmbedder
-from kinlens.service.__main__ import app
+from kinlens.service.commands.program import app
 from tests.support.market import post, text_of
 from tests.support.seams import KeyStore, Limits
 from tests.support.servers import render

@@ -21,18 +21,17 @@ from kinlens.embedder.machine import core_count
 from kinlens.embedder.manifest import Engine, Precision
 from kinlens.embedder.session import OnnxEmbedder
 from kinlens.indexer.exchange.objects import REMOTE
-from kinlens.indexer.ingest.embed import EmbedSettings, faults_of, refuse_unreadable
+from kinlens.indexer.ingest.embed import EmbedSettings, refuse_unreadable
 from kinlens.indexer.ingest.parts import (
     SHARD_SIZE,
     Part,
+    SourceAt,
     begun_shards,
     embed_part,
-    remote_source,
     shards_report,
 )
 from kinlens.indexer.ingest.ray_tasks import embed_on_ray
 from kinlens.indexer.ingest.shards import VectorShards
-from kinlens.indexer.ingest.sources import Source, csv_source, folder_source
 
 _ANSWER_S = 10.0  # for a Ray cluster
 
@@ -77,8 +76,10 @@ def embed(
 ) -> None:
     """Embed images into Parquet files: on this machine, in parts on several, or on Ray.
 
-    To resume an interrupted run, run the same command again; existing files are kept. Then build a
-    gallery: kinlens-index build --vectors OUT.
+    To resume an interrupted run, run the same command again; existing files are kept, and so is the
+    list of images that the first run made. Then build a gallery: kinlens-index build --vectors OUT.
+    The exit status is 0 if all files of the part exist, 3 if they exist but lack images that cannot
+    be read, 1 after an error. Only repeat the command after 1.
     """
     with errors_shown():
         if ray is not None:
@@ -95,9 +96,9 @@ def embed(
             for count in _run(shards, own, bundle, session, ray, batch_size) if missing else ():
                 embedded += count
                 advance(count)
-        report = shards_report(shards, embedded)
+        report, manifest = shards_report(shards, embedded), shards.manifest
         if not report.missing:
-            refuse_unreadable(given, report.images, report.failures)
+            refuse_unreadable(manifest.source, report.images, report.failures)
         text = (
             f"{out}: {report.items:,} vectors of {report.images:,} images in {report.shards:,} "
             f"files ({report.embedded:,} images now). "
@@ -107,10 +108,11 @@ def embed(
             if report.missing
             else f"Build a gallery: kinlens-index build --vectors {out} --out GALLERY"
         )
-        skipped = (*faults_of(given), *report.failures)
+        skipped = (*manifest.faults, *report.failures)
         failures = failure_lines(skipped, report.images, "(--json lists all of them)")
-        print_report(report, json, *given.omitted.lines(), text, *failures)
-        exit_with_skipped(skipped)
+        print_report(report, json, *manifest.omitted, text, *failures)
+        faults = manifest.faults if own.number == 1 else ()
+        exit_with_skipped((*faults, *shards.failures(own.shards(shards))))
 
 
 def _check_answers(address: str) -> None:
@@ -146,12 +148,7 @@ def _run(
     return embed_part(shards, part, embedder, EmbedSettings(batch_size, workers))
 
 
-def _source(text: str, root: str | None) -> Source:
-    csv = Path(text) if text.lower().endswith(".csv") else None
-    if csv is None and root is not None:
+def _source(text: str, root: str | None) -> SourceAt:
+    if root is not None and not text.lower().endswith(".csv"):
         raise typer.BadParameter("--root is only for a CSV list. Omit it if SOURCE is a folder.")
-    if csv is not None and root is not None and REMOTE in root:
-        return remote_source(root, csv)
-    if csv is not None:
-        return csv_source(csv, root)
-    return remote_source(text) if REMOTE in text else folder_source(text)
+    return SourceAt.of(text, root)

@@ -3,6 +3,7 @@
 Every file is written atomically, on any file system.
 """
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,29 @@ class ObjectFolder:
             self.files.makedirs(path.rpartition("/")[0], exist_ok=True)
             self.files.pipe_file(f"{path}.part", data)
             self.files.mv(f"{path}.part", path)
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Write a small file unless there is one; returns whether it did.
+
+        Of several calls at a time one wins, except on stores that cannot create exclusively.
+        """
+        try:
+            if is_local(self.files):
+                target = Path(self.at(name))
+                part = target.with_name(f"{target.name}.{os.urandom(4).hex()}.part")
+                write_whole(part, data, "object")
+                part.chmod(0o644)
+                try:
+                    target.hardlink_to(part)
+                finally:
+                    part.unlink()
+            else:
+                self.files.pipe_file(self.at(name), data, mode="create")
+        except OSError:
+            if self.exists(name):
+                return False
+            raise
+        return True
 
     def upload(self, file: Path, name: str) -> None:
         """Copy a file of this machine, of any size, to a name that is not in use yet."""

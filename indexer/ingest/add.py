@@ -79,7 +79,7 @@ def add_source(
     start = perf_counter()
     work = Ingest(gallery, source, embedder, source.names)
     work.run(settings or EmbedSettings(), on_progress)
-    refuse_unreadable(source, work.found, work.failures)
+    refuse_unreadable(source.description, work.found, work.failures)
     faults = faults_of(source)
     elapsed_s = perf_counter() - start
     return AddReport(

@@ -126,7 +126,7 @@ def build_gallery(
         with _reusable(folder, manifest) as old:
             work = Ingest(draft.gallery, source, embedder, unlisted=unlisted, old=old)
             work.run(settings.embed, on_progress)
-        refuse_unreadable(source, work.found, work.failures)
+        refuse_unreadable(source.description, work.found, work.failures)
         report = _report(work, settings.bundle, perf_counter() - started)
         generation = draft.publish(unlisted, settings.index, report, on_indexed)
     return report.model_copy(update={"generation": generation})

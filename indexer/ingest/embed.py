@@ -192,12 +192,12 @@ def entry_of(outcome: Outcome, vector: NDArray[np.float32]) -> Entry:
     return Entry(record.key, vector, outcome.sha256, record.attributes, record.path, outcome.format)
 
 
-def refuse_unreadable(source: Source, found: int, failures: Sequence[Failure]) -> None:
-    """Raise SourceError if all `found` records failed."""
+def refuse_unreadable(description: str, found: int, failures: Sequence[Failure]) -> None:
+    """Raise SourceError if all `found` records of the source failed."""
     if len(failures) < found:
         return
     examples = "; ".join(f"{f.key}: {f.reason}" for f in failures[:_EXAMPLES])
     raise SourceError(
-        f"None of the {len(failures):,} images of the {source.description} can be read. "
+        f"None of the {len(failures):,} images of the {description} can be read. "
         f"The first failures: {examples} Check the folder and the paths in the list."
     )

@@ -6,7 +6,7 @@ be killed at any time and repeated, also while other parts run: it makes only wh
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,26 +19,32 @@ from kinlens.embedder.decoding.formats import SUFFIXES
 from kinlens.embedder.engines.models import SessionSettings
 from kinlens.embedder.errors import InvalidParameterError, KinlensError, SourceError
 from kinlens.embedder.session import Embedder
-from kinlens.indexer.exchange.objects import REMOTE
+from kinlens.indexer.exchange.objects import REMOTE, files_at
 from kinlens.indexer.ingest.embed import (
     EmbedSettings,
     Failure,
     embedded_batches,
     entry_of,
     failure_of,
+    faults_of,
 )
 from kinlens.indexer.ingest.shards import ShardsManifest, VectorShards, image_paths, reader_at
 from kinlens.indexer.ingest.sources import (
+    LIST,
     Record,
     Source,
     check_attributes,
     csv_source,
+    existing_folder,
     folder_record,
+    folder_source,
 )
 from kinlens.indexer.types import Entry
 
 SHARD_SIZE = 2048
 """Images per shard. A killed part loses at most one shard, 1 to 2 minutes of one core."""
+
+_IDENTITY = ("source", "source_root", "bundle_id", "precision", "engine", "dim")
 
 READS, PAUSE_S = 3, 1.0  # attempts to read an image before the source counts as unreachable
 
@@ -60,15 +66,47 @@ class Part(NamedTuple):
             )
         return cls(int(found[1]), int(found[2]))
 
+    def shards(self, shards: VectorShards) -> range:
+        """The shards of this part."""
+        return range(self.number - 1, shards.manifest.shards, self.of)
+
     def missing(self, shards: VectorShards) -> list[int]:
         """The shards of this part without vectors."""
-        return [n for n in shards.missing() if n % self.of == self.number - 1]
+        return [n for n in shards.missing() if n in self.shards(shards)]
+
+
+class SourceAt(NamedTuple):
+    """A source that need not be listed: its description, its address, and how to list it."""
+
+    description: str
+    address: str
+    listed: Callable[[], Source]
+
+    @classmethod
+    def of(cls, text: str, root: str | None = None) -> "SourceAt":
+        """The folder, CSV list or address of fsspec `text`; `root` is that of a list.
+
+        Raises: SourceError for a folder that does not exist; EngineUnavailableError without
+            fsspec, or without the package of a protocol.
+        """
+        if not text.lower().endswith(".csv"):
+            if REMOTE in text:
+                files_at(text)
+                return cls("address", text, lambda: remote_source(text))
+            return cls(f"folder {text}", str(existing_folder(text)), lambda: folder_source(text))
+        csv = Path(text)
+        description = f"{LIST} {csv.resolve()}"
+        if root is not None and REMOTE in root:
+            return cls(description, root, lambda: remote_source(root, csv))
+        folder = existing_folder(csv.parent if root is None else root)
+        return cls(description, str(folder), lambda: csv_source(csv, root))
 
 
 class ShardsReport(BaseModel, frozen=True):
     """Content of the shards after a call, which processed `embedded` of the `images`.
 
     items: vectors in all shards so far; `missing` shards have none yet.
+    failures: the skipped images of all shards so far.
     """
 
     images: int
@@ -85,13 +123,15 @@ class UnreachableError(KinlensError):
 
 
 def begun_shards(
-    source: Source,
+    source: SourceAt,
     bundle: Path,
     session: SessionSettings,
     out: str,
     shard_size: int = SHARD_SIZE,
 ) -> VectorShards:
     """The shards at `out`, a folder or any address of fsspec; lists the source if nobody has yet.
+
+    Of several calls that list a source at the same time, all use the list of the first that ends.
 
     Raises: InvalidParameterError if `out` has shards of another source; SourceError, BundleError,
         OSError.
@@ -104,14 +144,16 @@ def begun_shards(
         dim=made.manifest.dim,
         source=source.description,
         source_root=source.address,
-        images=source.count,
+        images=1,  # known when they are listed
         shard_size=shard_size,
     )
     if not shards.has_begun:
-        check_attributes(source, {})
-        shards.begin(requested, source.records())
+        listed = source.listed()
+        check_attributes(listed, {})
+        found = {"omitted": tuple(listed.omitted.lines()), "faults": faults_of(listed)}
+        shards.begin(requested.model_copy(update=found), listed.records())
     manifest = shards.manifest
-    if manifest != requested.model_copy(update={"shard_size": manifest.shard_size}):
+    if any(getattr(manifest, name) != getattr(requested, name) for name in _IDENTITY):
         raise InvalidParameterError(
             f"{out} was started with {manifest.images:,} images of {manifest.source_root}, bundle "
             f"{manifest.bundle_id[:12]}, {manifest.precision} and {manifest.engine}. Use the same "

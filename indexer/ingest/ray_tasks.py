@@ -16,7 +16,7 @@ from kinlens.indexer.ingest.embed import EmbedSettings
 from kinlens.indexer.ingest.parts import Part, embed_part
 from kinlens.indexer.ingest.shards import VectorShards
 
-_PARTS_PER_SLOT = 4  # so that fast machines get more of them
+_PARTS_PER_SLOT = 64  # so that fast machines get more of them, and progress is seen
 
 
 def embed_on_ray(

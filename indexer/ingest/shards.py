@@ -1,15 +1,17 @@
 """Vectors embedded on a cluster: a folder of Parquet files, on any file system of fsspec.
 
 VECTORS/
-  manifest.json          ShardsManifest; written after the whole list
-  list/000000.json       the records of a shard
+  manifest.json          ShardsManifest; written after the whole list, by the first that has one
+  list-<x>/000000.json   the records of a shard
   parts/000000.json      the skipped records of the shard, with reasons
   parts/000000.parquet   the other records with their vectors, as `export` writes them; written last
 
-Each file is written atomically, so a run that resumes computes only the missing parts.
+Each file is written atomically, so a run that resumes computes only the missing parts. All parts
+use the list that manifest.json names, whatever has happened to the source since.
 """
 
 import json
+import os
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
@@ -31,14 +33,19 @@ from kinlens.indexer.ingest.sources import Record, folder_records
 from kinlens.indexer.types import Entry, GalleryExport
 
 MANIFEST = "manifest.json"
-_LIST, _PARTS = "list", "parts"
+_PARTS = "parts"
 _RESUME = "To resume, run kinlens-index embed again with the same source and the same --out."
 
 
 class ShardsManifest(BaseModel, frozen=True, extra="forbid"):
-    """Describes the source and the model of the vectors: `images`, in shards of `shard_size`."""
+    """Describes the source and the model of the vectors: `images`, in shards of `shard_size`.
 
-    schema_version: Literal[1] = 1
+    records: the folder of the list of records.
+    omitted: what the source omits, a line for each kind.
+    faults: the files that it omits although they should be images.
+    """
+
+    schema_version: Literal[1, 2] = 2
     bundle_id: str = Field(min_length=1)
     precision: str
     engine: str
@@ -47,6 +54,9 @@ class ShardsManifest(BaseModel, frozen=True, extra="forbid"):
     source_root: str
     images: int = Field(ge=1)
     shard_size: int = Field(ge=1)
+    records: str = "list"
+    omitted: tuple[str, ...] = ()
+    faults: tuple[Failure, ...] = ()
 
     @property
     def shards(self) -> int:
@@ -92,22 +102,25 @@ class VectorShards:
         return self._known
 
     def begin(self, manifest: ShardsManifest, records: Iterable[Record]) -> None:
-        """Write the list of records, then the manifest.
+        """Write a list of these records, then the manifest with their number.
 
-        Raises: SourceError if the source has changed since its images were counted; OSError.
+        If another process has written a manifest meanwhile, its list is the one that counts.
+
+        Raises: SourceError without records; OSError.
         """
-        count, remaining = 0, iter(records)
-        for shard in range(manifest.shards):
-            some = list(islice(remaining, manifest.shard_size))
+        place, images, remaining = f"list-{os.urandom(4).hex()}", 0, iter(records)
+        names: list[str] = []
+        while some := list(islice(remaining, manifest.shard_size)):
             lines = [[one.key, one.path, _plain(one.attributes)] for one in some]
-            self._files.write(f"{_LIST}/{shard:06}.json", json.dumps(lines).encode())
-            count += len(some)
-        if count != manifest.images or next(remaining, None) is not None:
-            raise SourceError(
-                f"The {manifest.source} had {manifest.images:,} images, but their number changed "
-                "while they were listed. Start again when no other process changes the source."
-            )
-        self._files.write(MANIFEST, manifest.model_dump_json(indent=2).encode())
+            names.append(f"{place}/{len(names):06}.json")
+            self._files.write(names[-1], json.dumps(lines).encode())
+            images += len(some)
+        if not images:
+            raise SourceError(f"The {manifest.source} has no images any more. Start again.")
+        made = manifest.model_copy(update={"images": images, "records": place})
+        if not self._files.create(MANIFEST, made.model_dump_json(indent=2).encode()):
+            for name in names:
+                self._files.remove(name)
 
     def missing(self) -> list[int]:
         """The shards without vectors."""
@@ -117,7 +130,7 @@ class VectorShards:
 
     def records(self, shard: int) -> list[Record]:
         """The records of one shard."""
-        lines = json.loads(self._files.read(f"{_LIST}/{shard:06}.json"))
+        lines = json.loads(self._files.read(f"{self.manifest.records}/{shard:06}.json"))
         return [
             Record(key, path, {n: tuple(v) if isinstance(v, list) else v for n, v in own.items()})
             for key, path, own in lines
@@ -133,9 +146,10 @@ class VectorShards:
             write_entries(part, entries, self.manifest.dim, facts)
             self._files.write(f"{_PARTS}/{shard:06}.parquet", part.read_bytes())
 
-    def failures(self) -> Iterator[Failure]:
-        """The skipped images of all shards with vectors."""
-        for shard in sorted({*range(self.manifest.shards)} - {*self.missing()}):
+    def failures(self, shards: Iterable[int] | None = None) -> Iterator[Failure]:
+        """The skipped images of these shards, by default of all, as far as they have vectors."""
+        every = range(self.manifest.shards) if shards is None else shards
+        for shard in sorted({*every} - {*self.missing()}):
             data = self._files.read(f"{_PARTS}/{shard:06}.json")
             yield from map(Failure.model_validate, json.loads(data))
 

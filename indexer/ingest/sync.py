@@ -178,7 +178,7 @@ def sync_source(
     with FileHashes.of(store, source.root, settings.dry_run) as hashes:
         sync = _Sync(store, source, settings, hashes)
         sync.compare(on_compared)
-        refuse_unreadable(source, sync.found, sync.failures)
+        refuse_unreadable(source.description, sync.found, sync.failures)
         refused = sync.refusal()
         if not settings.dry_run and not refused:
             sync.apply(open_embedder, on_progress)

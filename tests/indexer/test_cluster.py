@@ -22,7 +22,7 @@ from kinlens.indexer.exchange.objects import files_at
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.ingest import parts
 from kinlens.indexer.ingest.embed import EmbedSettings
-from kinlens.indexer.ingest.parts import Part, begun_shards, embed_part, remote_source
+from kinlens.indexer.ingest.parts import Part, SourceAt, begun_shards, embed_part, remote_source
 from kinlens.indexer.ingest.shards import ShardsManifest, VectorShards, reader_at
 from kinlens.indexer.ingest.sources import Record, Source, folder_source
 from kinlens.indexer.types import Entry
@@ -132,6 +132,33 @@ def test_parts_that_are_killed_and_repeated_together_make_the_vectors_of_a_build
         assert "or another --out" in failure(invoke("embed", *other))
 
 
+def test_parts_that_begin_while_an_image_arrives_share_the_first_list(
+    tiny_bundle, tmp_path
+) -> None:
+    folder, out = tmp_path / "shop", tmp_path / "v"
+    folder.mkdir()
+    for number in range(5):
+        (folder / f"{number}.png").write_bytes(encoded(photo(number)))
+    (folder / "7.png").write_bytes(b"no picture")
+    words = ("embed", folder, "--bundle", tiny_bundle.path, "--out", out, "--shard-size", 2)
+
+    def listed() -> Source:
+        """Lists the images; before the list is stored, one arrives and the other part begins."""
+        source = folder_source(folder)
+        (folder / "00.png").write_bytes(encoded(photo(9)))
+        printed(invoke(*words, "--part", "2/2", "--json"), 3)
+        return source
+
+    given = SourceAt(f"folder {folder}", str(folder), listed)
+    shards = begun_shards(given, tiny_bundle.path, SessionSettings(), str(out), 2)
+    assert shards.manifest.images == 7
+    (folder / "000.png").write_bytes(encoded(photo(8)))
+    printed(invoke(*words, "--part", "1/2", "--json"))
+    keys = [entry.key for entry in shards.dump("v").entries()]
+    assert keys == ["0.png", "00.png", *(f"{number}.png" for number in range(1, 5))]
+    assert len({file.parent for file in out.glob("list*/*")}) == 1, "the other list was removed"
+
+
 @pytest.mark.long
 def test_a_ray_cluster_runs_the_parts_and_completes_what_is_missing(
     shop, plain, tiny_bundle, cluster, tmp_path
@@ -165,7 +192,8 @@ def embed_all(tiny_bundle, monkeypatch) -> Callable[[Source, str], list[int]]:
     monkeypatch.setattr(parts, "PAUSE_S", 0.0)
 
     def make(source: Source, out: str) -> list[int]:
-        shards = begun_shards(source, tiny_bundle.path, SessionSettings(), out)
+        given = SourceAt(source.description, source.address, lambda: source)
+        shards = begun_shards(given, tiny_bundle.path, SessionSettings(), out)
         embedder = OnnxEmbedder.open(tiny_bundle, SessionSettings())
         return [*embed_part(shards, Part(1, 1), embedder, EmbedSettings(workers=1))]
 
@@ -220,14 +248,13 @@ def test_a_link_that_leads_out_of_a_local_address_is_left_out(shop, tmp_path) ->
 
 def test_shards_are_begun_whole_or_not_at_all(tmp_path) -> None:
     shards = VectorShards(str(tmp_path / "v"))
-    manifest = manifest_of(5, 2)
-    with pytest.raises(SourceError, match="had 5 images, but their number changed"):
-        shards.begin(manifest, [Record(f"k{n}", f"{n}.png") for n in range(6)])
+    with pytest.raises(SourceError, match="has no images any more"):
+        shards.begin(manifest_of(1, 2), [])
     assert not shards.has_begun
     records = [Record(f"k{n}", f"{n}.png", {"sizes": ("S", "M"), "n": n}) for n in range(5)]
-    shards.begin(manifest, records)
+    shards.begin(manifest_of(1, 2), records)
     assert [one for shard in range(3) for one in shards.records(shard)] == records
-    assert (shards.missing(), manifest.images_in([0, 2])) == ([0, 1, 2], 3)
+    assert (shards.missing(), shards.manifest.images_in([0, 2])) == ([0, 1, 2], 3)
     for shard in range(3):
         with pytest.raises(SourceError, match=rf"lacks {3 - shard} of 3 shards.*To resume, run"):
             shards.dump("v")

@@ -1,28 +1,30 @@
-"""kinlens-index update, remove, unremove: change the items of a gallery."""
+"""kinlens-index update, remove, unremove, attributes: change the items of a gallery."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from kinlens.commands import stores
-from kinlens.commands.console import SHOWN, err, errors_shown, print_report
+from kinlens.commands.console import SHOWN, err, errors_shown, print_report, progress
 from kinlens.commands.options import JsonOption, NoCompactOption, StoreArgument, WhereOption
 from kinlens.embedder.errors import InvalidParameterError, SourceError
 from kinlens.embedder.sources.tables import PRODUCT
-from kinlens.indexer.attributes import Schema
+from kinlens.indexer.attributes import DATE, Schema, parse_value
 from kinlens.indexer.filters.text import parse_filter
+from kinlens.indexer.filters.tree import Exists
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.ingest.products import changes_by_key
 from kinlens.indexer.ingest.sources import csv_changes
-from kinlens.indexer.ingest.tables import DATE, Typed, parse_value, split_kind
+from kinlens.indexer.ingest.tables import Typed, split_kind
 from kinlens.indexer.types import MILVUS
-from kinlens.values import AttributeValue
+from kinlens.values import AttributeType, AttributeValue
 
 app = typer.Typer()
 
+Action = Literal["drop", "retype"]
 KeysArgument = Annotated[list[str] | None, typer.Argument(metavar="KEY", help="Keys of items.")]
 
 
@@ -49,6 +51,23 @@ class Unremoved:
 
     restored: int
     left: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Attribute:
+    """An attribute, and the number of items that have it."""
+
+    name: str
+    type: AttributeType
+    items: int
+
+
+@dataclass(frozen=True, slots=True)
+class Altered:
+    """An attribute that was dropped or converted, and the number of items that had it."""
+
+    name: str
+    items: int
 
 
 @app.command(
@@ -190,6 +209,58 @@ def unremove(
             print_report(report, json, text)
             if report.left and not json:
                 err.print(f"Not restored: {_some(report.left)}", soft_wrap=True)
+
+
+@app.command(epilog="Example: kinlens-index attributes galleries/shop retype price number")
+def attributes(
+    gallery: StoreArgument,
+    action: Annotated[
+        Action | None, typer.Argument(metavar="[drop|retype]", help="Change to make.")
+    ] = None,
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Attribute.")] = None,
+    kind: Annotated[
+        AttributeType | None,
+        typer.Argument(metavar="[text|number|boolean]", help="New type, for retype."),
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """List the attributes with their types and numbers of items, or change one of them.
+
+    drop removes an attribute from every item, 10,000 at a time. retype converts every value as a
+    cell of a CSV list would be read, or changes nothing and names a value that cannot be converted;
+    other writers wait meanwhile.
+    """
+    if (action is None) != (name is None) or (action == "retype") != (kind is not None):
+        raise typer.BadParameter(
+            "Pass only the gallery, or drop NAME, or retype NAME text|number|boolean."
+        )
+    with errors_shown(), stores.opened(gallery) as store:
+        if name is None:
+            _print_attributes(store, json)
+            return
+        if not isinstance(store, Gallery):
+            raise InvalidParameterError(
+                f"{gallery} is on Milvus, where attributes keep their types. Import the gallery "
+                "into a folder, change it there, and import it again."
+            )
+        with progress(store.page(0, 1, Exists(name)).total, "Changing") as advance:
+            if kind is None:
+                report = Altered(name, store.drop_attribute(name, advance))
+                text = f"{report.items:,} items had the attribute {name}."
+            else:
+                report = Altered(name, store.retype_attribute(name, kind, advance))
+                text = f"{report.items:,} values of {name} converted."
+        stores.compact_if_due(store, False)
+        print_report(report, json, text)
+
+
+def _print_attributes(store: stores.Store, json: bool) -> None:
+    listed = [
+        Attribute(name, type_, store.page(0, 1, Exists(name)).total)
+        for name, type_ in store.schema().items()
+    ]
+    lines = [f"{each.name}  {each.type}  {each.items:,} items" for each in listed]
+    print_report(listed, json, *(lines or ["The items have no attributes."]))
 
 
 def assigned(

@@ -25,10 +25,11 @@ from kinlens.embedder.session import check_precision
 from kinlens.embedder.sources.names import printable
 from kinlens.embedder.types import SHORT
 from kinlens.golden import GoldenOutcome, GoldenQueries, GoldenRun, GoldenRuns, Label
+from kinlens.indexer.attributes import parse_value
 from kinlens.indexer.galleries import current_manifest
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.images import read_image
-from kinlens.indexer.ingest.tables import parse_value, read_table
+from kinlens.indexer.ingest.tables import read_table
 from kinlens.indexer.types import VectorStore
 from kinlens.quality.calibrator import Calibrator
 from kinlens.quality.golden import GoldenSet, NewQuery

@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Mapping
+from datetime import date, datetime
 from typing import Any
 
 from kinlens.embedder.sources.names import composed
@@ -10,6 +11,7 @@ from kinlens.values import (
     AttributeType,
     AttributeValue,
     Scalar,
+    date_text,
     is_missing,
     plain_attributes,
 )
@@ -20,6 +22,13 @@ Schema = Mapping[str, AttributeType]
 MAX_NAME = 128
 MAX_TEXT = 4096
 MAX_LIST = 1000
+DATE = "date"
+"""Type name of a date. It is stored as text in a format that sorts by time."""
+
+_WHOLE = re.compile(r"[+-]?\d+")
+_DECIMAL = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
+_DIGITS = 100  # including leading zeros
+BOOLEANS = {"true": True, "false": False}
 _TYPES: Mapping[type, AttributeType] = {
     bool: "boolean",
     str: "text",
@@ -109,3 +118,27 @@ def check_name(name: object) -> None:
         raise ValueError(
             f"an attribute name must have 1 to {MAX_NAME} printable characters, not {name!r:.160}"
         )
+
+
+def parse_value(text: str, kind: str) -> Scalar:
+    """Convert `text` to a value of type `kind`. Raises: ValueError with the expected format."""
+    word = text.strip()
+    if kind == "text":
+        return text
+    if kind == DATE:
+        try:
+            short = len(word) <= len("2026-11-25")
+            return date_text((date if short else datetime).fromisoformat(word))
+        except ValueError as error:
+            raise ValueError("expected a date such as 2026-11-25 or 2026-11-25T10:30Z") from error
+    if kind == "boolean":
+        if word.lower() not in BOOLEANS:
+            raise ValueError("expected true or false")
+        return BOOLEANS[word.lower()]
+    if _WHOLE.fullmatch(word):
+        if len(word) > _DIGITS or not -(2**63) <= int(word) < 2**63:
+            raise ValueError("expected a 64-bit integer, or a number with a point such as 1.5e20")
+        return int(word)
+    if not _DECIMAL.fullmatch(word) or not math.isfinite(float(word)):
+        raise ValueError("expected a finite number such as 12 or 12.5, with a decimal point")
+    return float(word)

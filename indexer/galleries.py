@@ -7,6 +7,7 @@ from pathlib import Path
 from kinlens.embedder.durable import discard
 from kinlens.embedder.errors import GalleryNotFoundError, GalleryWriteError
 from kinlens.indexer.catalog.database import catalog_view
+from kinlens.indexer.catalog.entries import Retypable as Retypable
 from kinlens.indexer.catalog.entries import check_key, learn_types
 from kinlens.indexer.catalog.vectors import NUMBERS, VECTORS
 from kinlens.indexer.exchange.follow import Follower as Follower
@@ -126,13 +127,17 @@ def copy_bytes(folder: Path | str) -> int:
 
 
 def check_item(
-    key: str, attributes: Mapping[str, AttributeValue], types: dict[str, AttributeType]
+    key: str,
+    attributes: Mapping[str, AttributeValue],
+    types: dict[str, AttributeType],
+    retypable: Retypable,
 ) -> None:
     """Check key and attributes of an item before its image is embedded.
 
     types: the types from `Gallery.schema`; new attributes are added to it.
+    retypable: attributes whose types may change.
 
     Raises: InvalidParameterError.
     """
     check_key(key)
-    learn_types(types, key, attributes)
+    learn_types(types, key, attributes, retypable)

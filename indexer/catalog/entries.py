@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from kinlens.embedder.errors import InvalidParameterError
 from kinlens.embedder.types import Embeddings
 from kinlens.indexer.attributes import check_name, checked_type, is_printable
-from kinlens.indexer.types import Entry, Item, VectorType
+from kinlens.indexer.filters.tree import Exists
+from kinlens.indexer.types import Entry, Item, VectorStore, VectorType
 from kinlens.values import AttributeType, AttributeValue, plain_attributes
 
 MAX_KEY = 1024
@@ -124,10 +125,36 @@ def with_stored(
     return [stored(entry) for entry in entries]
 
 
+class Retypable:
+    """The attributes whose types may change while entries are checked: those that no item has."""
+
+    def __init__(self, is_used: Callable[[str], bool]) -> None:
+        """`is_used`: whether an item has the attribute; asked if a value has another type."""
+        self._is_used = is_used
+        self._given: set[str] = set()
+
+    @classmethod
+    def of(cls, store: VectorStore) -> "Retypable":
+        """The attributes that no item of a gallery has."""
+        return cls(lambda name: store.page(0, 1, Exists(name)).total > 0)
+
+    def add(self, name: str) -> None:
+        """A checked entry has the attribute."""
+        self._given.add(name)
+
+    def __contains__(self, name: str) -> bool:
+        return name not in self._given and not self._is_used(name)
+
+
 def learn_types(
-    types: dict[str, AttributeType], key: str, attributes: Mapping[str, AttributeValue]
+    types: dict[str, AttributeType],
+    key: str,
+    attributes: Mapping[str, AttributeValue],
+    retypable: Retypable | None = None,
 ) -> None:
     """Check attributes against the known types `types`, and add the types of new names to it.
+
+    retypable: attributes whose types in `types` are replaced by those of their new values.
 
     Raises: InvalidParameterError naming attribute, type, value and key.
     """
@@ -141,10 +168,14 @@ def learn_types(
         except ValueError as error:
             raise InvalidParameterError(f"Attribute {name!r:.160} of {key!r}: {error}.") from error
         if type_ != known:
-            raise InvalidParameterError(
-                f"Attribute {name!r} is a {known}, and {key!r} has {value!r:.80}, a {type_}. Give "
-                f"it a {known}, or choose another name."
-            )
+            if retypable is None or name not in retypable:
+                raise InvalidParameterError(
+                    f"Attribute {name!r} is a {known}, and {key!r} has {value!r:.80}, a {type_}. "
+                    f"Give it a {known}, or choose another name."
+                )
+            types[name] = type_
+        if retypable is not None:
+            retypable.add(name)
 
 
 def check_key(key: object) -> None:

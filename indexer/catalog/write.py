@@ -3,7 +3,7 @@
 import json
 import sqlite3
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,13 @@ import numpy as np
 from kinlens.embedder.errors import InvalidParameterError, ItemNotFoundError
 from kinlens.embedder.types import Embeddings, ItemId
 from kinlens.indexer.attributes import as_stored
-from kinlens.indexer.catalog.entries import are_equal, checked_vectors, learn_types, with_stored
+from kinlens.indexer.catalog.entries import (
+    Retypable,
+    are_equal,
+    checked_vectors,
+    learn_types,
+    with_stored,
+)
 from kinlens.indexer.catalog.read import CatalogView
 from kinlens.indexer.catalog.schema import (
     item_checksum,
@@ -40,6 +46,9 @@ FROM items JOIN vectors ON vectors.id = items.id WHERE items.id = ?
 _KEPT = "SELECT 1 FROM removed WHERE seq > ? OR (at > ? AND at <= ?) LIMIT 1"
 _ERASE = "DELETE FROM removed WHERE seq <= ? AND NOT (at > ? AND at <= ?)"
 _GROW = "UPDATE state SET size = size + ?, numbers = numbers + ?"
+_SET_TYPE = """
+INSERT INTO names (name, kind, total) VALUES (?1, ?2, 0) ON CONFLICT (name) DO UPDATE SET kind = ?2
+"""
 _ENCODER = json.JSONEncoder(ensure_ascii=False, check_circular=False)
 
 _FORGET_UNUSED = """
@@ -52,13 +61,15 @@ DELETE FROM names WHERE name NOT IN (
 class CatalogWriter(CatalogView):
     """A view that also writes; all changes have the same `seq`. Let exceptions end the block."""
 
-    __slots__ = ("_seq", "_types", "has_written")
+    __slots__ = ("_seq", "_types", "has_written", "is_used")
 
     file: VectorFile
 
     def __init__(self, connection: sqlite3.Connection, file: VectorFile) -> None:
         super().__init__(connection, file)
         self.has_written = False  # into the file of vectors
+        self.is_used: Callable[[str], bool] = lambda _: True
+        """Whether an item of the state before this write has the attribute."""
         self._seq: int | None = None
         self._types: dict[str, AttributeType] = {**self.schema()}
 
@@ -92,9 +103,7 @@ class CatalogWriter(CatalogView):
         entries = with_stored(entries, known, owned)
         for entry in entries:
             _check_within(entry.key, entry.attributes, within)
-        types = dict(self._types)
-        for entry in entries:
-            learn_types(types, entry.key, entry.attributes)
+        types = self._types_with({entry.key: entry.attributes for entry in entries})
         same = self._equal(entries, vectors, known)
         new = [n for n in range(len(entries)) if n not in same]
         updated = [
@@ -135,9 +144,12 @@ class CatalogWriter(CatalogView):
         missing = [key for key in changes if key not in found]
         if missing:
             raise ItemNotFoundError(f"No item has the key {missing[0]!r:.200}. Add it first.")
-        types = dict(self._types)
-        for key, change in changes.items():
-            learn_types(types, key, {n: v for n, v in change.items() if v is not None})
+        types = self._types_with(
+            {
+                key: {name: value for name, value in change.items() if value is not None}
+                for key, change in changes.items()
+            }
+        )
         differ = 0
         for key, change in changes.items():
             item = items[found[key]]
@@ -179,14 +191,11 @@ class CatalogWriter(CatalogView):
             fit = [n for n, item in enumerate(items) if within.matches(item.attributes)]
             items, vectors = [items[n] for n in fit], vectors[fit]
         if items:
-            types = dict(self._types)
             entries = [
                 Entry(item.key, vector, item.sha256, item.attributes, item.path, item.format)
                 for item, vector in zip(items, vectors, strict=True)
             ]
-            for entry in entries:
-                learn_types(types, entry.key, entry.attributes)
-            self._learn(types)
+            self._learn(self._types_with({entry.key: entry.attributes for entry in entries}))
             self._insert(entries, vectors)
             self._many("DELETE FROM removed WHERE id = ?", [(item.id,) for item in items])
             seal(self.connection)
@@ -229,11 +238,21 @@ class CatalogWriter(CatalogView):
             self.connection.execute(_GROW, (-len(items), -sum(item.id for item in items)))
             seal(self.connection)
 
-    def forget_unused_names(self) -> None:
-        """Delete attribute names that no item has, and their types.
+    def retype(self, items: Iterable[Item], name: str, type_: AttributeType) -> None:
+        """Give an attribute another type; `items` are all that have it, with their new values."""
+        self._learn({name: type_})
+        for item in items:
+            self._set(item, item.attributes, item.path, item.format)
+        seal(self.connection)
 
-        Only for a catalogue that is not in use yet: other processes may have cached the names.
-        """
+    def forget(self, name: str) -> None:
+        """Delete the name and type of an attribute that no item has."""
+        self._next_seq()
+        self.connection.execute("DELETE FROM names WHERE name = ?", (name,))
+        seal(self.connection)
+
+    def forget_unused_names(self) -> None:
+        """Delete attribute names that no item has, and their types. Reads every item."""
         self._next_seq()
         self.connection.execute(_FORGET_UNUSED)
         seal(self.connection)
@@ -298,13 +317,22 @@ class CatalogWriter(CatalogView):
         row = (path, format_, text, self._next_seq(), crc, item.id)
         self.connection.execute(_UPDATE_ITEM, row)
 
+    def _types_with(self, given: Mapping[str, Attributes]) -> dict[str, AttributeType]:
+        """The types of all attributes, with those of new values by key.
+
+        Raises: InvalidParameterError for a value of another type than an item has.
+        """
+        types, retypable = dict(self._types), Retypable(self.is_used)
+        for key, attributes in given.items():
+            learn_types(types, key, attributes, retypable)
+        return types
+
     def _learn(self, types: Mapping[str, AttributeType]) -> None:
-        """Store new attribute names."""
-        for name in types.keys() - self._types.keys():
-            self.connection.execute(
-                "INSERT INTO names (name, kind, total) VALUES (?, ?, 0)", (name, types[name])
-            )
-            self._types[name] = types[name]
+        """Store new attribute names, and changed types."""
+        for name, type_ in types.items():
+            if self._types.get(name) != type_:
+                self.connection.execute(_SET_TYPE, (name, type_))
+                self._types[name] = type_
 
     def _next_seq(self) -> int:
         """The number of this write; incremented once, at its first change."""

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from kinlens.embedder.durable import FileFacts, HashedFile
 from kinlens.embedder.errors import GalleryCorruptError
+from kinlens.indexer.attributes import Schema
 from kinlens.indexer.bits import Bits, count_of, empty_bits, packed_bits, positions_in
 from kinlens.indexer.columns.values import Values, from_arrays, joined, packed, spliced, to_arrays
 from kinlens.indexer.types import Ids
@@ -215,6 +216,17 @@ class Columns:
     def get(self, name: str) -> Column | None:
         """The column of an attribute; None if no row has it."""
         return self._columns.get(name)
+
+    def of_types(self, types: Schema) -> "Columns":
+        """These columns without attributes that have other types by now; no item has their values.
+
+        types: the types of the attributes.
+        """
+        columns = {name: column for name in self.names if (column := self.get(name)) is not None}
+        if all(types.get(name, column.type) == column.type for name, column in columns.items()):
+            return self
+        fit = {name: column for name, column in columns.items() if types.get(name) == column.type}
+        return Columns(self.size, fit)
 
 
 class _Mapped(Columns):

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from kinlens.embedder.errors import BundleMismatchError, InvalidParameterError, SourceError
 from kinlens.embedder.session import Embedder, check_precision
 from kinlens.embedder.types import SHORT
-from kinlens.indexer.catalog.entries import merged
+from kinlens.indexer.catalog.entries import Retypable, merged
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.ingest.embed import (
     Batch,
@@ -75,7 +75,7 @@ def add_source(
     """
     check_bundle(gallery, embedder)
     check_root(gallery, source)
-    check_attributes(source, gallery.schema())
+    check_attributes(source, gallery.schema(), Retypable.of(gallery))
     start = perf_counter()
     work = Ingest(gallery, source, embedder, source.names)
     work.run(settings or EmbedSettings(), on_progress)

@@ -22,7 +22,7 @@ from kinlens.embedder.sources.walk import (
     walk_images,
 )
 from kinlens.indexer.attributes import Schema, is_printable
-from kinlens.indexer.catalog.entries import MAX_KEY, is_key, learn_types
+from kinlens.indexer.catalog.entries import MAX_KEY, Retypable, is_key, learn_types
 from kinlens.indexer.images import read_image
 from kinlens.indexer.ingest.tables import Row, read_rows, read_table
 from kinlens.values import AttributeValue
@@ -145,14 +145,16 @@ def folder_records(root: Path, below: str, omitted: Omitted) -> Iterator[Record]
         raise SourceError(read_failed(error)) from error
 
 
-def check_attributes(source: Source, schema: Schema) -> None:
+def check_attributes(source: Source, schema: Schema, retypable: Retypable | None = None) -> None:
     """Check, before any work, that all attributes can be stored and match the types in `schema`.
+
+    retypable: attributes whose types may change.
 
     Raises: InvalidParameterError naming attribute, value and key.
     """
     kinds = dict(schema)
     for record in source.records():
-        learn_types(kinds, record.key, record.attributes)
+        learn_types(kinds, record.key, record.attributes, retypable)
 
 
 def check_names(record: Record) -> None:

@@ -33,7 +33,7 @@ from kinlens.embedder.preprocess import read_header
 from kinlens.embedder.session import Embedder
 from kinlens.embedder.sources.walk import is_omitted
 from kinlens.indexer.attributes import is_printable
-from kinlens.indexer.catalog.entries import merged
+from kinlens.indexer.catalog.entries import Retypable, merged
 from kinlens.indexer.folder.layout import FILES
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.images import ANY_SIZE, inside
@@ -174,7 +174,7 @@ def sync_source(
     settings = settings or SyncSettings()
     start = time.perf_counter()
     check_root(store, source)
-    check_attributes(source, store.schema())
+    check_attributes(source, store.schema(), Retypable.of(store))
     with FileHashes.of(store, source.root, settings.dry_run) as hashes:
         sync = _Sync(store, source, settings, hashes)
         sync.compare(on_compared)

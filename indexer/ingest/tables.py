@@ -1,53 +1,18 @@
 """CSV files with typed columns: the values of attributes, as text, to their types."""
 
 import json
-import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date, datetime
 from pathlib import Path
 from typing import NamedTuple, get_args
 
 from kinlens.embedder.errors import SourceError
 from kinlens.embedder.sources.tables import check_separator, csv_rows
-from kinlens.indexer.attributes import Schema
-from kinlens.values import AttributeType, AttributeValue, Scalar, date_text
+from kinlens.indexer.attributes import BOOLEANS, DATE, Schema, parse_value
+from kinlens.values import AttributeType, AttributeValue
 
 KINDS: tuple[AttributeType, ...] = get_args(AttributeType)
 """The attribute types, as written after the colon of a typed name."""
-
-DATE = "date"
-"""Type name of a date. It is stored as text in a format that sorts by time."""
-
-_WHOLE = re.compile(r"[+-]?\d+")
-_DECIMAL = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
-_DIGITS = 100  # including leading zeros
-BOOLEANS = {"true": True, "false": False}
-
-
-def parse_value(text: str, kind: str) -> Scalar:
-    """Convert `text` to a value of type `kind`. Raises: ValueError with the expected format."""
-    word = text.strip()
-    if kind == "text":
-        return text
-    if kind == DATE:
-        try:
-            short = len(word) <= len("2026-11-25")
-            return date_text((date if short else datetime).fromisoformat(word))
-        except ValueError as error:
-            raise ValueError("expected a date such as 2026-11-25 or 2026-11-25T10:30Z") from error
-    if kind == "boolean":
-        if word.lower() not in BOOLEANS:
-            raise ValueError("expected true or false")
-        return BOOLEANS[word.lower()]
-    if _WHOLE.fullmatch(word):
-        if len(word) > _DIGITS or not -(2**63) <= int(word) < 2**63:
-            raise ValueError("expected a 64-bit integer, or a number with a point such as 1.5e20")
-        return int(word)
-    if not _DECIMAL.fullmatch(word) or not math.isfinite(float(word)):
-        raise ValueError("expected a finite number such as 12 or 12.5, with a decimal point")
-    return float(word)
 
 
 def parse_values(text: str, kind: str) -> AttributeValue:
@@ -212,6 +177,7 @@ def _column(file: Path, typed: str, required: Sequence[str], kinds: Schema) -> t
     if found.kind and known and found.kind != known:
         raise SourceError(
             f"{file}: the column {typed.strip()} conflicts with the gallery, where {name} has the "
-            f"type {known}. Name the column {name}, or give the attribute another name."
+            f"type {known}. Name the column {name}, or another name, or change the type first: "
+            f"kinlens-index attributes GALLERY retype {name} {found.kind}"
         )
     return name, found._replace(kind=found.kind or known)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kinlens.indexer.attributes import Schema
 from kinlens.indexer.bits import Bits, count_of, empty_bits, has_bits, put_bits
 from kinlens.indexer.catalog.read import Attributes, CatalogView, State
 from kinlens.indexer.columns.columns import Chosen, Columns, ColumnsBuilder
@@ -293,8 +294,10 @@ class _CachedFilter:
 class SegmentAttributes:
     """The columns of a segment, with caches of filters, spans and facets. Thread safe."""
 
-    def __init__(self, columns: Columns) -> None:
+    def __init__(self, columns: Columns, types: Schema) -> None:
+        """`types`: the types of the attributes of the first state that is read."""
         self.columns = columns
+        self._types = types
         self._filters: OrderedDict[Filter, _CachedFilter] = OrderedDict()
         fitting = _CACHE_BYTES // max(1, columns.size // 8)
         self._max_filters = min(max(fitting, _MIN_CACHED), _MAX_CACHED)
@@ -302,6 +305,10 @@ class SegmentAttributes:
         self._spans: dict[str, tuple[State, tuple[float, float] | None]] = {}
         self._facets: OrderedDict[tuple[str, Filter | None], tuple[State, Facet]] = OrderedDict()
         self._lock = threading.Lock()
+
+    def has_types(self, types: Schema) -> bool:
+        """Whether no attribute has another type in a state with these types."""
+        return all(types.get(name, type_) == type_ for name, type_ in self._types.items())
 
     def mask(
         self, where: Filter, now: StateAttributes, checkpoint: Callable[[], None]
@@ -350,7 +357,7 @@ class AttributesKeeper:
     """Returns the attributes of a state, with caches per segment. Thread safe."""
 
     def __init__(self) -> None:
-        self._none = SegmentAttributes(Columns(0, {}))
+        self._none = SegmentAttributes(Columns(0, {}), {})
         self._cached: weakref.WeakKeyDictionary[Segment, SegmentAttributes]
         self._cached = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
@@ -360,10 +367,12 @@ class AttributesKeeper:
         assert snapshot.changes is not None
         if snapshot.segment is None:
             return StateAttributes(snapshot, snapshot.changes, self._none)
+        types = view.schema()
         with self._lock:
             cached = self._cached.get(snapshot.segment)
-            if cached is None:
-                cached = SegmentAttributes(_columns_of(view, snapshot.segment))
+            if cached is None or not cached.has_types(types):
+                columns = _columns_of(view, snapshot.segment).of_types(types)
+                cached = SegmentAttributes(columns, types)
                 self._cached[snapshot.segment] = cached
         return StateAttributes(snapshot, snapshot.changes, cached)
 

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from kinlens.embedder.durable import crash_point
@@ -14,10 +15,12 @@ from kinlens.embedder.errors import (
     InvalidParameterError,
 )
 from kinlens.embedder.types import ItemId
+from kinlens.indexer.attributes import parse_value
 from kinlens.indexer.catalog.database import Catalog
 from kinlens.indexer.catalog.entries import checked_keys
 from kinlens.indexer.catalog.write import CatalogWriter
 from kinlens.indexer.filters.text import Where, as_filter
+from kinlens.indexer.filters.tree import Exists, Filter
 from kinlens.indexer.live.compaction import (
     CATALOG,
     BackgroundCompaction,
@@ -25,12 +28,18 @@ from kinlens.indexer.live.compaction import (
 from kinlens.indexer.live.reader import GalleryReader
 from kinlens.indexer.types import (
     Entry,
+    Ids,
     Item,
+    Progress,
     Written,
 )
-from kinlens.values import AttributeValue
+from kinlens.values import AttributeType, AttributeValue, Scalar
 
 _BATCH = 10_000  # items that a change by filter handles in one transaction
+
+
+def _unseen(count: int) -> None:
+    """Ignores the progress."""
 
 
 class GalleryWriter(GalleryReader):
@@ -163,18 +172,61 @@ class GalleryWriter(GalleryReader):
         """
         return self._in_batches(where, "removed", CatalogWriter.remove_items)
 
+    def drop_attribute(self, name: str, on_item: Progress = _unseen) -> int:
+        """Remove an attribute from every item, and forget its type; returns the number of items.
+
+        Works in batches of 10,000; after an error, the same call continues with the rest.
+
+        Raises: FilterError for an unknown name; GalleryWriteError, GalleryBusyError.
+        """
+        count = self._in_batches(
+            Exists(name),
+            "changed",
+            lambda writer, items: writer.update({item.key: {name: None} for item in items}),
+            on_item,
+        )
+        with self._writing() as writer:
+            if name in writer.schema() and not writer.is_used(name):
+                writer.forget(name)
+        return count
+
+    def retype_attribute(self, name: str, type_: AttributeType, on_item: Progress = _unseen) -> int:
+        """Convert every value of an attribute to another type; returns the number of items.
+
+        A value becomes what its text is in a CSV file: 12 from "12", and "true" from true. All
+        values are converted in one transaction, for which other writers wait.
+
+        Raises: FilterError for an unknown name; InvalidParameterError naming the first value that
+            cannot be converted, and then nothing was changed; GalleryWriteError; GalleryBusyError.
+        """
+        with self._writing() as writer:
+            Exists(name).check(writer.schema())
+            if writer.schema()[name] == type_:
+                return 0
+            ids = self._ids_of(Exists(name))
+            writer.retype(_converted(writer, ids, name, type_, on_item), name, type_)
+        return len(ids)
+
+    def _ids_of(self, where: Filter) -> Ids:
+        """The ids of the items that match a filter, ascending."""
+        with self._snapshots.reading() as now:
+            return self._attributes_of(now).ids(self._among(now, where))[0]
+
     def _in_batches(
-        self, where: Where, done: str, work: Callable[[CatalogWriter, Sequence[Item]], int]
+        self,
+        where: Where,
+        done: str,
+        work: Callable[[CatalogWriter, Sequence[Item]], int],
+        on_item: Progress = _unseen,
     ) -> int:
         where = as_filter(where)
-        with self._snapshots.reading() as now:
-            ids, _ = self._attributes_of(now).ids(self._among(now, where))
-        count = 0
+        ids, count = self._ids_of(where), 0
         for start in range(0, len(ids), _BATCH):
             try:
                 with self._writing() as writer:
                     items = writer.get(ids[start : start + _BATCH]).values()
                     count += work(writer, [i for i in items if where.matches(i.attributes)])
+                on_item(len(items))
             except GalleryBusyError as error:
                 if not count:
                     raise
@@ -185,9 +237,7 @@ class GalleryWriter(GalleryReader):
         return count
 
     def forget_unused_attributes(self) -> None:
-        """Delete attribute names that no item has, and their types.
-
-        Only for a new gallery: other processes may have cached the names of a gallery in use.
+        """Delete attribute names that no item has, and their types. Reads every item.
 
         Raises: GalleryWriteError, GalleryBusyError.
         """
@@ -203,11 +253,41 @@ class GalleryWriter(GalleryReader):
         if not self._close.alive:
             raise GalleryError(f"The gallery {self._folder.path} is closed. Open it again.")
         with self._folder.writing(self.generation), self._writable.writing() as writer:
+            writer.is_used = lambda name: bool(len(self._ids_of(Exists(name))))
             yield writer
             crash_point("write: before commit")
         crash_point("write: after commit")
         if self._background is not None:
             self._background.nudge()
+
+
+def _converted(
+    writer: CatalogWriter, ids: Ids, name: str, type_: AttributeType, on_item: Progress
+) -> Iterator[Item]:
+    """The items with these ids, with values of an attribute that have this type."""
+    for start in range(0, len(ids), _BATCH):
+        for item in writer.get(ids[start : start + _BATCH]).values():
+            value = item.attributes[name]
+            try:
+                converted = _as_type(value, type_)
+            except ValueError as error:
+                raise InvalidParameterError(
+                    f"{name!r} of {item.key!r:.200} is {value!r:.80} and cannot be a {type_}: "
+                    f"{error}. Nothing was changed. Change this value first, or remove it."
+                ) from error
+            yield replace(item, attributes={**item.attributes, name: converted})
+            on_item(1)
+
+
+def _as_type(value: AttributeValue, type_: AttributeType) -> AttributeValue:
+    """A value, or each of several, as another type. Raises: ValueError."""
+    if isinstance(value, tuple):
+        return tuple(dict.fromkeys(_scalar_as_type(one, type_) for one in value))
+    return _scalar_as_type(value, type_)
+
+
+def _scalar_as_type(value: Scalar, type_: AttributeType) -> Scalar:
+    return parse_value(str(value).lower() if isinstance(value, bool) else str(value), type_)
 
 
 def _matching(items: Iterable[Item], within: Where | None) -> list[Item]:

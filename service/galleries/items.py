@@ -27,7 +27,7 @@ from kinlens.embedder.errors import (
 from kinlens.embedder.sources.names import composed
 from kinlens.embedder.types import ItemId
 from kinlens.indexer.filters.tree import Filter
-from kinlens.indexer.galleries import MilvusStore, current_generation
+from kinlens.indexer.galleries import MilvusStore, Retypable, current_generation
 from kinlens.indexer.galleries import check_item as check_stored
 from kinlens.indexer.gallery import Gallery as IndexedGallery
 from kinlens.indexer.ingest.products import changes_by_key
@@ -294,12 +294,13 @@ class _Draft:
 def _drafts(gallery: Gallery, items: Sequence[NewItem]) -> list[_Draft]:
     """Check each item against the gallery, and reuse the vector of a content that it contains."""
     drafts = [_Draft(item, item.error) for item in items]
-    kinds = dict(gallery.schema())
+    stored_in = gallery.whole if isinstance(gallery, GalleryView) else gallery
+    kinds, retypable = dict(gallery.schema()), Retypable.of(stored_in)
     seen: set[str] = set()
     for draft in drafts:
         if draft.error is None:
             try:
-                _check_item(draft.item, seen, kinds)
+                _check_item(draft.item, seen, kinds, retypable)
                 draft.sha256 = hashlib.sha256(draft.item.data).hexdigest()
             except KinlensError as error:
                 draft.error = error
@@ -310,7 +311,9 @@ def _drafts(gallery: Gallery, items: Sequence[NewItem]) -> list[_Draft]:
     return drafts
 
 
-def _check_item(item: NewItem, seen: Collection[str], kinds: dict[str, AttributeType]) -> None:
+def _check_item(
+    item: NewItem, seen: Collection[str], kinds: dict[str, AttributeType], retypable: Retypable
+) -> None:
     """Check key and attributes against `kinds`, and add new attributes to `kinds`.
 
     Raises: InvalidParameterError naming the key, or the attribute, and the limit.
@@ -320,7 +323,7 @@ def _check_item(item: NewItem, seen: Collection[str], kinds: dict[str, Attribute
             f"The request contains the key {item.key!r:.200} twice. Send each item once."
         )
     _check_count(item.key, item.attributes)
-    check_stored(item.key, item.attributes, kinds)
+    check_stored(item.key, item.attributes, kinds, retypable)
 
 
 def _check_count(key: str, attributes: Collection[str]) -> None:

@@ -17,6 +17,7 @@ import pytest
 
 from kinlens.calls import json_of
 from kinlens.embedder.errors import FilterError, InvalidParameterError, SourceError
+from kinlens.indexer.attributes import parse_value
 from kinlens.indexer.checks.verify import check_files
 from kinlens.indexer.exchange.parquet import export_gallery, read_dump
 from kinlens.indexer.filters.text import parse_filter
@@ -24,7 +25,7 @@ from kinlens.indexer.filters.tree import Equals, Filter, Range
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.ingest.build import import_gallery
 from kinlens.indexer.ingest.sources import csv_changes, csv_source
-from kinlens.indexer.ingest.tables import parse_value, parse_values, split_kind
+from kinlens.indexer.ingest.tables import parse_values, split_kind
 from kinlens.indexer.types import (
     Boost,
     Entry,

@@ -20,6 +20,7 @@ COMMANDS = {
     "add": "gone IMAGES --bundle b",
     "update": "gone key --unset name",
     "remove": "gone key",
+    "attributes": "gone",
     "search": "gone --like key",
     "show": "gone key",
     "verify": "gone",

@@ -61,8 +61,9 @@ demo-grocery: $(VENV)/.training  ## Groceries as a shop: ROOT=/data/GroceryStore
 
 TEST_PROCESSES ?= 4
 
-test: $(VENV)/.dev  ## All tests but the long ones, in TEST_PROCESSES=4 processes
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --durations 10
+test: $(VENV)/.dev  ## All tests but the long ones and those of make check, in TEST_PROCESSES=4 processes
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --durations 10 \
+	  --ignore tests/test_architecture.py
 
 soak: $(VENV)/.dev  ## The long forms of the tests under load: HOURS=1
 	KINLENS_LONG_TESTS=1 $(BIN)/pytest tests/http/test_schemathesis.py \

@@ -3,7 +3,6 @@ from urllib.error import URLError
 
 import pytest
 import torch
-import torchvision.models as tv
 from pydantic import ValidationError
 from torch import nn
 
@@ -42,7 +41,9 @@ def test_a_trunk_computes_what_torchvision_computes(name: str, tmp_path: Path) -
 
 
 def test_googlenet_weights_with_auxiliary_classifiers_load(tmp_path: Path) -> None:
-    network = tv.googlenet(weights=None, aux_logits=True, init_weights=False)
+    from torchvision.models import googlenet  # here, since its import takes seconds
+
+    network = googlenet(weights=None, aux_logits=True, init_weights=False)
     torch.save(network.state_dict(), tmp_path / "w.pth")
     build_trunk("googlenet", str(tmp_path / "w.pth"))
 

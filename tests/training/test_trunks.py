@@ -181,6 +181,7 @@ def test_a_norm_behind_the_pooling_keeps_its_weights(tmp_path: Path) -> None:
         torch.testing.assert_close(trunk(x), network.fc_norm(tokens))
 
 
+@pytest.mark.long
 def test_onnx_computes_what_torch_computes_of_a_transformer(tmp_path: Path) -> None:
     net = net_of(VIT, pooling="gap+gmp").eval()
     write_onnx(net, 96, tmp_path / "m.onnx")

@@ -1,11 +1,13 @@
 """The viewer of the OpenAPI document: it shows every operation and sends requests."""
 
+import pytest
 from playwright.sync_api import Page, expect
 
 from tests.support.admin_page import AdminShop
 from tests.support.page_browser import OpenPage
 
 
+@pytest.mark.long
 def test_the_docs_show_every_operation_and_try_one(open_admin: OpenPage, shop: AdminShop) -> None:
     """The policy of the pages applies to it, so it loads nothing from another host."""
     page: Page = open_admin("/docs")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kinlens.embedder.bundle import write_bundle
+from kinlens.embedder.bundle import Bundle, write_bundle
 from kinlens.embedder.errors import InvalidParameterError, JobConflictError
 from kinlens.embedder.manifest import MapFile
 from kinlens.golden import Label
@@ -178,7 +178,18 @@ def test_a_training_that_fails_says_why(shop) -> None:
     assert shop.bundle_id() == shop.old.bundle_id
 
 
-def test_a_training_uses_named_data_and_weights(shop, tmp_path) -> None:
+def test_a_training_uses_named_data_and_weights_and_exports_a_map_as_the_old_model(
+    tmp_path: Path, tiny_bundle: Bundle, new_bundle: Bundle
+) -> None:
+    known = MapFile(sum_difference=0.0, difference=0.0)
+    manifest, model = tiny_bundle.manifest.model_copy(update={"map": known}), tiny_bundle.model_path
+    golden = (
+        tiny_bundle.golden_images(),
+        tiny_bundle.golden_inputs(),
+        tiny_bundle.golden_vectors(),
+    )
+    mapped = write_bundle(tmp_path / "mapped", manifest, model, *golden, map_model=model)
+    shop = JobShop(tmp_path / "shop", mapped, new_bundle)
     file, folder = tmp_path / "mobilenet.pth", tmp_path / "shoes"
     shop.reopen(training_weights=(f"mobilenet={file}",), training_data=(f"shoes={folder}",))
 
@@ -189,21 +200,10 @@ def test_a_training_uses_named_data_and_weights(shop, tmp_path) -> None:
     named = " ".join(record(shop, job, "words"))
     assert f'model.weights="{file}"' in named
     assert f'data.root="{folder}"' in named or f'root = "{folder}"' in named
+    assert "--map" in record(shop, job, "exported")
     with pytest.raises(InvalidParameterError, match=r"Known are: .*mobilenet.*TRAINING_WEIGHTS"):
         shop.start("train", overrides={"model.weights": "weights.pth"})
-
-
-def test_a_training_exports_a_map_if_the_old_model_did(tmp_path, tiny_bundle, new_bundle) -> None:
-    plain, known = tiny_bundle, MapFile(sum_difference=0.0, difference=0.0)
-    manifest, model = plain.manifest.model_copy(update={"map": known}), plain.model_path
-    golden = (plain.golden_images(), plain.golden_inputs(), plain.golden_vectors())
-    mapped = write_bundle(tmp_path / "mapped", manifest, model, *golden, map_model=model)
-    shop = JobShop(tmp_path / "shop", mapped, new_bundle)
-    shop.reopen()
-    job = shop.start("train", swap="never")
-    shop.succeeded(job)
     shop.close()
-    assert "--map" in record(shop, job, "exported")
 
 
 def test_a_killed_training_resumes_from_its_checkpoint(slow) -> None:

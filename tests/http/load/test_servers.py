@@ -38,6 +38,8 @@ SERVERS = {
     "uvicorn": ("-m", "uvicorn", "--factory", APP, "--http", "h11", "--log-level", "warning"),
     "granian": ("-m", "granian", "--factory", APP, "--interface", "asgi", "--no-ws", "--no-log"),
 }
+# kinlens-serve is uvicorn with a start of our own: alone it is tried at length.
+NORMAL = [pytest.param(s, marks=pytest.mark.long) if s == "uvicorn" else s for s in SERVERS]
 IMAGE = encoded(photo(3))
 MIB = 2**20
 PNG = {"Content-Type": "image/png"}
@@ -70,7 +72,7 @@ class Server:
         return connection
 
 
-@pytest.fixture(scope="module", params=SERVERS)
+@pytest.fixture(scope="module", params=NORMAL)
 def server(
     request: pytest.FixtureRequest,
     tiny_settings: dict[str, Any],

@@ -125,8 +125,9 @@ def build(
         settings = BuildSettings(name, embed, plan, vector_type, bundle)
         _print_plan(source, embedder, settings, json)
         report = _built(source, embedder, out, settings)
-        stores.calibrate(out)
         _print_build(report, out, json)
+        stores.calibrate(out)
+        exit_with_skipped(report.failures)
 
 
 @app.command(
@@ -190,11 +191,11 @@ def _build_of_vectors(
         with progress(dump.count, "Importing") as advance:
             indexed = advance.then("Indexing", dump.count)
             report = import_gallery(dump, out, name, settings, advance, vector_type, indexed)
-        stores.calibrate(out)
         text = f"Gallery {out}, generation {report.generation}: {report.items:,} items."
         skipped = tuple(shards.failures())
         found = shards.manifest.images
         print_report(report, json, text, *failure_lines(skipped, found, f"in {vectors}/parts"))
+        stores.calibrate(out)
         exit_with_skipped(skipped)
 
 
@@ -264,7 +265,6 @@ def _print_build(report: BuildReport, folder: Path, json: bool) -> None:
     file = GalleryFolder(folder).current() / "report.json"
     failures = failure_lines(report.failures, report.found, f"in {file}")
     print_report(report, json, text, *failures)
-    exit_with_skipped(report.failures)
 
 
 def _print_add(source: Source, report: AddReport, size: int, gallery: str, json: bool) -> None:

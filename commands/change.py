@@ -123,11 +123,11 @@ def update(
                 changes = dict.fromkeys(product or keys or (), values)
             changes = changes_by_key(store, changes) if column == PRODUCT else changes
             report = Updated(len(changes), store.update(changes))
-        stores.compact_if_due(store, False)
         print_report(report, json, f"{report.changed:,} of {report.named:,} items changed.")
         if not json:
             for hint in _hints(values, assign if report.changed else None, schema):
                 err.print(hint, soft_wrap=True)
+        stores.compact_if_due(store, False)
 
 
 def _hints(

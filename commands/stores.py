@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kinlens.commands.console import err, progress
 from kinlens.embedder.bundle import Bundle
-from kinlens.embedder.errors import GalleryError, SourceError
+from kinlens.embedder.errors import GalleryError, KinlensError, SourceError, disk_fault
 from kinlens.indexer.exchange.milvus import MilvusStore
 from kinlens.indexer.exchange.objects import REMOTE
 from kinlens.indexer.exchange.parquet import read_dump
@@ -55,24 +55,41 @@ def opened(
 def compact_if_due(store: Store, no_compact: bool) -> None:
     """Compact a gallery if its changes make searches slow, and calibrate it again if outdated.
 
-    Raises: PlanError, RecallError, GalleryWriteError.
+    Call it after the report of the changes: they are done, so a failure is only a warning.
     """
     if not isinstance(store, Gallery):
         return
-    reason = store.needs_compaction()
-    if reason is not None and no_compact:
-        err.print(f"A compaction is due: {reason}. Run kinlens-index compact.", soft_wrap=True)
-    elif reason is not None:
-        err.print(f"Compacting: {reason}.", soft_wrap=True)
-        with progress(store.size, "Indexing") as advance:
-            store.compact(wait=True, keep_removed_s=KEEP_REMOVED_S, on_progress=advance)
-    Calibrator(store).fit_if_outdated()
+    with _failures_as_warnings():
+        reason = store.needs_compaction()
+        if reason is not None and no_compact:
+            err.print(f"A compaction is due: {reason}. Run kinlens-index compact.", soft_wrap=True)
+        elif reason is not None:
+            err.print(f"Compacting: {reason}.", soft_wrap=True)
+            with progress(store.size, "Indexing") as advance:
+                store.compact(wait=True, keep_removed_s=KEEP_REMOVED_S, on_progress=advance)
+    with _failures_as_warnings():
+        Calibrator(store).fit_if_outdated()
 
 
 def calibrate(path: Path | str) -> None:
-    """Fit the probabilities of a gallery that was just built. Raises: GalleryError."""
-    with contextlib.closing(Gallery.open(path, verify_hashes=False)) as gallery:
+    """Fit the probabilities of a gallery that was just built. A failure is only a warning."""
+    with (
+        _failures_as_warnings(),
+        contextlib.closing(Gallery.open(path, verify_hashes=False)) as gallery,
+    ):
         Calibrator(gallery).fit_if_outdated()
+
+
+@contextlib.contextmanager
+def _failures_as_warnings() -> Iterator[None]:
+    try:
+        yield
+    except (KinlensError, OSError) as error:
+        why = disk_fault(error) if isinstance(error, OSError) else error
+        err.print(
+            f"Warning: the changes are stored, but the upkeep of the gallery failed: {why}",
+            soft_wrap=True,
+        )
 
 
 def bundle_of(store: Store) -> Path:

@@ -152,9 +152,10 @@ def import_(
                 report = import_gallery(
                     dump, gallery, name, settings, advance, vector_type, indexed
                 )
-            stores.calibrate(gallery)
         text = f"Gallery {gallery} ({report.name}): {report.items:,} items imported."
         print_report(report, json, text)
+        if not gallery.startswith(MILVUS):
+            stores.calibrate(gallery)
 
 
 @app.command(epilog="Example: kinlens-index backup galleries/shop --out backups/shop-1")

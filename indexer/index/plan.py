@@ -176,10 +176,15 @@ def plan_index(
 def plan_compaction(
     n: int, dim: int, settings: IndexSettings, vector_type: VectorType = "fp32"
 ) -> Plan:
-    """The plan of an index that replaces another one: for the CPU if it does not fit on the GPU.
+    """The plan of an index that replaces another one: for the CPU if it does not fit on the GPU,
+    and flat while the gallery has too few different images for the requested type.
 
     Raises: PlanError or ProviderError if no index fits.
     """
+    for wanted in INDEX_TYPES.values():
+        if wanted.name == settings.kind and (problem := wanted.problem(n)):
+            _log.warning("%s The index flat is built until there are more.", problem)
+            settings = replace(settings, kind="flat")
     try:
         return plan_index(n, dim, settings, vector_type, replaces=True)
     except (PlanError, ProviderError) as error:

@@ -2,8 +2,10 @@
 
 import json
 import re
+import shutil
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -100,6 +102,22 @@ def test_add_makes_a_new_index_when_it_is_due_unless_told_not_to(
     done = run("add", built, shop, "--bundle", "b")
     assert "Compacting: 4 items were added or changed after the segment" in done.stderr
     assert printed(run("stats", built, "--json"))["delta"] == 0
+
+
+def test_an_upkeep_that_fails_does_not_make_a_change_look_failed(
+    run, built, shop, monkeypatch
+) -> None:
+    (shop / "new.png").write_bytes(encoded(photo(100)))
+    monkeypatch.setattr(compaction, "_SMALL_DELTA", 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    for arguments in (
+        ("add", built, shop, "--bundle", "b"),
+        ("update", built, "f.gif", "--set", "a=b"),
+    ):
+        done = run(*arguments, "--json")
+        printed(done)
+        assert re.search(r"Warning: the changes are stored.*needs about", done.stderr)
+    assert printed(run("stats", built, "--json"))["delta"] == 1
 
 
 def test_images_are_added_from_another_root_that_is_named(run, built, shop, tmp_path) -> None:

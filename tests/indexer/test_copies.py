@@ -127,3 +127,15 @@ def test_vectors_of_one_image_that_differ_by_rounding_become_equal(gallery: Gall
         assert np.array_equal(stored[copy], stored["first"])
     assert not np.array_equal(stored["other"], stored["first"])
     assert np.array_equal(stored["moved"], units(1, 5)[0])
+
+
+def test_an_index_that_needs_more_different_images_is_built_when_there_are_enough(
+    gallery: Gallery, caplog
+) -> None:
+    wanted = IndexSettings("ivf-pq")
+    images = units(640)
+    gallery.add([entry(f"a{n}", images[n % 100], content=str(n % 100)) for n in range(700)])
+    assert gallery.compact(wanted).manifest.kind == "flat"
+    assert "100 vectors are too few to train the index ivf-pq" in caplog.text
+    gallery.add([entry(f"b{n}", images[n], content=str(n)) for n in range(100, 640)])
+    assert gallery.compact().manifest.kind == "ivf-pq"

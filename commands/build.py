@@ -7,6 +7,7 @@ import typer
 
 from kinlens.commands import options, stores
 from kinlens.commands.console import (
+    carried_text,
     errors_shown,
     exit_with_skipped,
     failure_lines,
@@ -192,6 +193,7 @@ def _build_of_vectors(
             indexed = advance.then("Indexing", dump.count)
             report = import_gallery(dump, out, name, settings, advance, vector_type, indexed)
         text = f"Gallery {out}, generation {report.generation}: {report.items:,} items."
+        text += carried_text(report.carried)
         skipped = tuple(shards.failures())
         found = shards.manifest.images
         print_report(report, json, text, *failure_lines(skipped, found, f"in {vectors}/parts"))
@@ -261,7 +263,7 @@ def _print_build(report: BuildReport, folder: Path, json: bool) -> None:
         f"({report.embedded:,} embedded, {report.reused:,} reused, "
         f"{report.duplicates:,} copies) in {report.elapsed_s:.1f} s, "
         f"{report.images_per_s:.1f} images/s."
-    )
+    ) + carried_text(report.carried)
     file = GalleryFolder(folder).current() / "report.json"
     failures = failure_lines(report.failures, report.found, f"in {file}")
     print_report(report, json, text, *failures)

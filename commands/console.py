@@ -126,6 +126,11 @@ def failure_lines(failures: tuple[Failure, ...], found: int, where: str) -> Iter
         yield f"  ... and {len(failures) - SHOWN:,} more {where}"
 
 
+def carried_text(count: int) -> str:
+    """A sentence about changes that were made while a gallery was built; empty for none."""
+    return f" {count:,} changes made meanwhile were carried over." if count else ""
+
+
 def exit_with_skipped(failures: tuple[Failure, ...]) -> None:
     """Exit with status 3 if images were skipped, so that a script can notice it."""
     if failures:

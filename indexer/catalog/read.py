@@ -257,6 +257,12 @@ class CatalogView:
         listed = _json_ids([item.id for item in items])
         return items, self._arrays(self._all(_REMOVED_VECTORS, listed))[1]
 
+    def removed_keys(self, seq: int) -> list[str]:
+        """The keys of items removed after the write `seq`, as far as they can be restored."""
+        if not self._keeps_removed():
+            return []
+        return [key for (key,) in self._all("SELECT key FROM removed WHERE seq > ?", seq)]
+
     def has_removed(self) -> bool:
         """Whether any removed item can be restored."""
         return self._keeps_removed() and bool(self._all("SELECT 1 FROM removed LIMIT 1"))

@@ -3,7 +3,7 @@
 gallery/
   CURRENT              the name of the current generation
   LOCK                 build lock: exclusive during a build
-  WRITE                write lock: shared by writes, exclusive while a build replaces the gallery
+  WRITE                write lock: shared by writes, exclusive while a generation is replaced
   TURN                 shared by a write until it has WRITE, exclusive for a build that waits for
                        WRITE, so that new writes do not starve it
   pictures/            uploaded images, managed by the service; builds do not change it
@@ -15,6 +15,7 @@ gallery/
   golden.sqlite        written by `kinlens.quality`; builds do not change it
   versions/<name>/     a generation: the result of one build, and every change since
   versions/.draft-<...>/     an unfinished build, itself a gallery; kept if the build is killed
+    BEGAN              the source of the build, and the write of the old gallery at which it began
 """
 
 import contextlib
@@ -56,6 +57,7 @@ CURRENT = "CURRENT"
 UNCHANGED = "Nothing was changed."
 _LOCK = "LOCK"
 _WRITE = "WRITE"
+BEGAN = "BEGAN"
 _TURN = "TURN"
 _VERSIONS = "versions"
 UPLOADS = "pictures"
@@ -68,7 +70,7 @@ PUBLISHER = "PUBLISHER"
 _DRAFT = ".draft-"
 _GENERATION_NAME = re.compile(f"[0-9a-f]{{{SHORT}}}")
 _OWN_NAMES = {
-    *(CURRENT, f".{CURRENT}.tmp", _LOCK, _WRITE, _TURN, _VERSIONS, UPLOADS),
+    *(CURRENT, f".{CURRENT}.tmp", _LOCK, _WRITE, _TURN, _VERSIONS, UPLOADS, BEGAN),
     *(COPY_OF, DOWNLOADS, PUBLISH, PUBLISHER),
     *(f"{name}{suffix}" for name in (GOLDEN, FILES) for suffix in ("", "-journal")),
 }
@@ -141,7 +143,13 @@ class GalleryFolder:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """The build lock: excludes other builds and all writes. Creates the folder if needed.
+        """Excludes other builds and all writes. Raises: the errors of `building`."""
+        with self.building(), self.replacing():
+            yield
+
+    @contextlib.contextmanager
+    def building(self) -> Iterator[None]:
+        """The build lock: excludes other builds. Creates the folder if needed.
 
         Raises: GalleryBusyError if another build runs; GalleryError if the folder contains other
             files; GalleryConflictError for a copy; GalleryWriteError if it cannot be written.
@@ -158,6 +166,15 @@ class GalleryFolder:
                     f"Another build (process {holder(lock)}) is writing {self.path}. "
                     "Wait for it to finish, or choose another folder with --out."
                 )
+            yield
+
+    @contextlib.contextmanager
+    def replacing(self) -> Iterator[None]:
+        """The write lock for a build that replaces the current generation: excludes all writes.
+
+        Raises: GalleryWriteError.
+        """
+        with contextlib.ExitStack() as cleanup:
             with disk_errors_explained(self.path):
                 # Writes are short, and TURN keeps new ones out.
                 cleanup.enter_context(exclusive(self.path / _TURN, wait=True))
@@ -166,9 +183,9 @@ class GalleryFolder:
 
     @contextlib.contextmanager
     def writing(self, generation: str) -> Iterator[None]:
-        """The write lock for one write into `generation`; builds have to wait.
+        """The write lock for one write into `generation`; its replacement has to wait.
 
-        Raises: GalleryBusyError if a build runs or has replaced the generation;
+        Raises: GalleryBusyError if a build replaces or has replaced the generation;
             GalleryConflictError for a copy; GalleryWriteError if the folder is read-only.
         """
         self.refuse_copy()

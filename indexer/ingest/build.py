@@ -1,20 +1,24 @@
 """Build a gallery from images, or import one from exported vectors, and publish it atomically.
 
 Both write to a draft: a gallery inside the folder that is not the current one yet. A killed process
-leaves the draft on the disk, and the same call resumes it.
+leaves the draft on the disk, and the same call resumes it. Meanwhile the gallery takes writes,
+which are carried over before the swap. If the draft has another model, the gallery refuses them.
 """
 
 import contextlib
+import json
+import logging
 import shutil
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from time import perf_counter
+from typing import TypeVar
 
 from pydantic import BaseModel
 
-from kinlens.embedder.durable import discard
+from kinlens.embedder.durable import discard, sync_tree, write_whole
 from kinlens.embedder.errors import (
     GalleryCorruptError,
     GalleryError,
@@ -22,7 +26,10 @@ from kinlens.embedder.errors import (
     InvalidParameterError,
 )
 from kinlens.embedder.session import Embedder
-from kinlens.indexer.folder.layout import GalleryFolder, disk_errors_explained
+from kinlens.indexer.attributes import Schema
+from kinlens.indexer.catalog.database import Catalog
+from kinlens.indexer.catalog.entries import learn_types
+from kinlens.indexer.folder.layout import BEGAN, GalleryFolder, disk_errors_explained
 from kinlens.indexer.folder.manifest import (
     REPORT,
     GalleryManifest,
@@ -35,9 +42,16 @@ from kinlens.indexer.index.plan import ITEM_DISK_BYTES, IndexSettings, Plan, pla
 from kinlens.indexer.ingest.add import Ingest, UnlistedItems
 from kinlens.indexer.ingest.embed import EmbedSettings, Failure, faults_of, refuse_unreadable
 from kinlens.indexer.ingest.sources import Source, check_attributes
-from kinlens.indexer.types import GalleryExport, Progress, VectorType, checked_name
+from kinlens.indexer.live.compaction import CATALOG
+from kinlens.indexer.types import Entry, GalleryExport, Progress, VectorType, checked_name
+from kinlens.values import AttributeValue
 
 _CHUNK = 4096
+_log = logging.getLogger(__name__)
+
+Report = TypeVar("Report", bound=BaseModel)
+
+_ROUNDS = 8  # attempts to catch up with writes that arrived during the previous round
 _KEPT = "Finished work is kept, and the same command continues it."
 
 
@@ -45,7 +59,8 @@ class BuildReport(BaseModel, frozen=True):
     """Result of a build: indexed = embedded + reused + duplicates, found = indexed + failures.
 
     `reused` items have the vector of an interrupted run or of the gallery that is replaced;
-    `duplicates` are copies of other images. `omitted` counts the files that are no images, by kind.
+    `duplicates` are copies of other images. `carried` counts the items that were written or removed
+    meanwhile, in addition. `omitted` counts the files that are no images, by kind.
     `bundle` is the folder of the model.
     """
 
@@ -55,6 +70,7 @@ class BuildReport(BaseModel, frozen=True):
     reused: int
     duplicates: int
     failures: tuple[Failure, ...]
+    carried: int = 0
     omitted: dict[str, int] = {}
     bundle: str = ""
     bundle_id: str
@@ -93,8 +109,9 @@ def build_gallery(
 
     Unreadable images are skipped and reported. To resume an interrupted build, make the same call.
     The old generation is unchanged until the new one is published, which takes the vectors of
-    equal images from it if the same model made them. `on_progress` counts embedded images,
-    `on_indexed` indexed items.
+    equal images from it if the same model made them, and then also the changes that were written
+    to it since the build began: items added, changed or removed. With another model the gallery
+    refuses changes meanwhile. `on_progress` counts embedded images, `on_indexed` indexed items.
 
     Raises: SourceError if no image can be read; PlanError if the index does not fit the machine;
         RecallError; GalleryBusyError; GalleryError if `out` cannot be written;
@@ -115,7 +132,7 @@ def build_gallery(
         source_root=str(source.root),
     )
     started = perf_counter()
-    with folder.locked(), _draft(folder, manifest, "build") as draft:
+    with folder.building(), _draft(folder, manifest, "build") as draft:
         try:
             check_attributes(source, draft.gallery.schema())
         except InvalidParameterError:
@@ -123,37 +140,31 @@ def build_gallery(
         with disk_errors_explained(folder.path, _KEPT):
             _check_space(folder.path, needed_mb(plan, draft.gallery.size))
         unlisted = UnlistedItems(draft.gallery)
-        with _reusable(folder, manifest) as old:
-            work = Ingest(draft.gallery, source, embedder, unlisted=unlisted, old=old)
-            work.run(settings.embed, on_progress)
+        old = draft.old if _is_reusable(draft.old, manifest) else None
+        work = Ingest(draft.gallery, source, embedder, unlisted=unlisted, old=old)
+        work.run(settings.embed, on_progress)
         refuse_unreadable(source.description, work.found, work.failures)
         report = _report(work, settings.bundle, perf_counter() - started)
-        generation = draft.publish(unlisted, settings.index, report, on_indexed)
-    return report.model_copy(update={"generation": generation})
+        return draft.publish(unlisted, settings.index, report, on_indexed)
 
 
-@contextlib.contextmanager
-def _reusable(folder: GalleryFolder, manifest: GalleryManifest) -> Iterator[Gallery | None]:
-    """The gallery that is replaced, if its vectors are those that the new one would get."""
-    try:
-        old = Gallery.open(folder.path, load_index=False)
-    except GalleryError:  # there is none, or it is damaged: embed all images
-        yield None
-        return
-    with contextlib.closing(old):
-        same = ("bundle_id", "precision", "dim")
-        is_exact = old.vector_type in ("fp32", manifest.vector_type)
-        is_equal = all(getattr(old, name) == getattr(manifest, name) for name in same)
-        yield old if is_exact and is_equal else None
+def _is_reusable(old: Gallery | None, manifest: GalleryManifest) -> bool:
+    """Whether the vectors of the gallery that is replaced are those that the new one would get."""
+    return old is not None and (
+        (old.bundle_id, old.precision, old.dim)
+        == (manifest.bundle_id, manifest.precision, manifest.dim)
+        and old.vector_type in ("fp32", manifest.vector_type)
+    )
 
 
 class ImportReport(BaseModel, frozen=True):
-    """Result of an import."""
+    """Result of an import; `carried` as in `BuildReport`."""
 
     name: str
     bundle_id: str
     dim: int
     items: int
+    carried: int = 0
     generation: str
 
 
@@ -168,8 +179,9 @@ def import_gallery(
 ) -> ImportReport:
     """Build the gallery in folder `out` from `dump`, with the name `name` or that of the dump.
 
-    The old gallery is unchanged until the new one is complete. To resume an interrupted import,
-    make the same call. `on_progress` counts stored items, `on_indexed` indexed ones.
+    The old gallery is unchanged until the new one is complete, and changes that are written to it
+    meanwhile are treated as in `build_gallery`. To resume an interrupted import, make the same
+    call. `on_progress` counts stored items, `on_indexed` indexed ones.
 
     Raises: SourceError for a damaged entry; PlanError, RecallError, GalleryBusyError,
         GalleryWriteError, InvalidParameterError.
@@ -188,7 +200,7 @@ def import_gallery(
         source_root=facts.get("source_root", ""),
     )
     folder = GalleryFolder(out)
-    with folder.locked(), _draft(folder, manifest, "import") as draft:
+    with folder.building(), _draft(folder, manifest, "import") as draft:
         was_begun = draft.gallery.size > 0
         try:
             unlisted = _filled(draft.gallery, dump, on_progress)
@@ -205,8 +217,7 @@ def import_gallery(
             items=dump.count,
             generation="",
         )
-        generation = draft.publish(unlisted, settings, report, on_indexed)
-    return report.model_copy(update={"generation": generation})
+        return draft.publish(unlisted, settings, report, on_indexed)
 
 
 def _filled(gallery: Gallery, dump: GalleryExport, on_progress: Progress | None) -> UnlistedItems:
@@ -219,39 +230,146 @@ def _filled(gallery: Gallery, dump: GalleryExport, on_progress: Progress | None)
     return unlisted
 
 
+class _LaterWrites:
+    """The writes to `old` since the build of its next generation began. Not thread-safe.
+
+    An interrupted build of the same source that is resumed began when it was first started.
+
+    Attributes:
+        count: number of items that were carried over.
+    """
+
+    def __init__(self, old: Gallery, draft: Path, manifest: GalleryManifest) -> None:
+        """Raises: GalleryCorruptError; OSError if the folder `draft` cannot be written."""
+        self.count = 0
+        self._old = old
+        self._catalog = Catalog.open(old.generation_folder / CATALOG)
+        build = [old.generation, manifest.source, manifest.source_root]
+        began = draft / BEGAN
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            *known, self._seq = json.loads(began.read_bytes())
+            if known == build:
+                return
+        with self._catalog.reading() as view:
+            self._seq = view.state().seq
+        write_whole(began, json.dumps([*build, self._seq]).encode(), "draft")
+
+    @staticmethod
+    def can_follow(old: Gallery, manifest: GalleryManifest) -> bool:
+        """Whether a gallery with this manifest can take the vectors of `old`."""
+        return (old.bundle_id, old.dim) == (manifest.bundle_id, manifest.dim)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._catalog.close()
+
+    def catch_up(self, made: Gallery) -> None:
+        """Carry over what was written so far, in rounds, so that few writes are left.
+
+        Raises: GalleryWriteError, GalleryCorruptError.
+        """
+        for _ in range(_ROUNDS):
+            if not self.carry(made):
+                return
+
+    def carry(self, made: Gallery) -> int:
+        """Carry over the writes since the last call; returns their number.
+
+        Raises: GalleryWriteError, GalleryCorruptError.
+        """
+        with self._catalog.reading() as view:
+            seq, ids = view.state().seq, view.changed_since(self._seq)
+            removed = view.removed_keys(self._seq)
+        for start in range(0, len(removed), _CHUNK):
+            keys = removed[start : start + _CHUNK]
+            made.remove([*{*keys} - self._old.stored(keys).keys()])
+        if len(ids):
+            for precision in self._old.precision.split("+"):
+                made.admit(precision)
+        for start in range(0, len(ids), _CHUNK):
+            items, vectors = self._old.items_at(ids[start : start + _CHUNK].tolist())
+            entries = [
+                Entry(item.key, vector, item.sha256, item.attributes, item.path, item.format)
+                for item, vector in zip(items, vectors, strict=True)
+            ]
+            _add(made, entries)
+        self._seq = seq
+        self.count += len(ids) + len(removed)
+        return len(ids) + len(removed)
+
+
+def _add(made: Gallery, entries: list[Entry]) -> None:
+    try:
+        made.add(entries)
+    except InvalidParameterError:  # an attribute has another type in the new generation
+        for entry in entries:
+            fitting = _fitting(entry.key, entry.attributes, made.schema())
+            made.add([replace(entry, attributes=fitting)])
+
+
+def _fitting(
+    key: str, attributes: Mapping[str, AttributeValue], kinds: Schema
+) -> dict[str, AttributeValue]:
+    """The attributes of an item that have the types in `kinds`."""
+    fitting = {}
+    for name, value in attributes.items():
+        try:
+            learn_types(dict(kinds), key, {name: value})
+            fitting[name] = value
+        except InvalidParameterError as error:
+            _log.warning("An attribute of an item that was written during a build: %s", error)
+    return fitting
+
+
 @dataclass(slots=True)
 class _Draft:
-    """`gallery`, located in `staging`, will be the next generation of `folder`."""
+    """`gallery`, located in `staging`, will be the next generation of `folder` after `old`.
+
+    later: the writes to `old` meanwhile; None if it takes none.
+    """
 
     folder: GalleryFolder
     staging: GalleryFolder
     manifest: GalleryManifest
     gallery: Gallery
+    old: Gallery | None
+    later: _LaterWrites | None
 
     def publish(
         self,
         unlisted: UnlistedItems,
         settings: IndexSettings,
-        report: BaseModel,
+        report: Report,
         on_progress: Progress | None,
-    ) -> str:
-        """Publish the draft; returns the name of the generation.
+    ) -> Report:
+        """Publish the draft; returns the report with the generation and what was carried over.
 
         Raises: PlanError, RecallError, GalleryWriteError.
         """
         unlisted.remove()
         self.gallery.forget_unused_attributes()
         self.gallery.compact(settings, wait=True, on_progress=on_progress)
+        if self.later is not None:
+            self.later.catch_up(self.gallery)
         self.gallery.close()
         # Verify the files on the disk before the generation becomes visible.
         Gallery.open(self.staging.path, verify_hashes=True).close()
-        with disk_errors_explained(self.folder.path, _KEPT):
+        with disk_errors_explained(self.folder.path, _KEPT), contextlib.ExitStack() as stack:
             made = self.staging.current()
             uid = read_manifest(made).uid
             write_manifest(made, self.manifest.model_copy(update={"uid": uid}))
+            facts: dict[str, object] = {"generation": made.name}
+            if self.later is not None:
+                sync_tree(made, "generation")  # so that the gallery refuses writes for a short time
+                stack.enter_context(self.folder.replacing())
+                with contextlib.closing(Gallery.open(self.staging.path, load_index=False)) as now:
+                    self.later.carry(now)
+                facts["carried"] = self.later.count
+            report = report.model_copy(update=facts)
             text = report.model_dump_json(indent=2, exclude={"generation"}) + "\n"
             (made / REPORT).write_text(text, encoding="utf-8")
-            return self.folder.publish(made, made.name).name
+            self.folder.publish(made, made.name)
+            return report
 
 
 @contextlib.contextmanager
@@ -262,15 +380,35 @@ def _draft(folder: GalleryFolder, manifest: GalleryManifest, operation: str) -> 
         stack = contextlib.ExitStack()
         staging = stack.enter_context(folder.draft(key))
     with stack:
-        draft = _Draft(folder, staging, manifest, _opened(staging, manifest))
+        gallery = _opened(staging, manifest)
+        stack.callback(gallery.close)
+        old, later = stack.enter_context(_replaced(folder)), None
+        if old is not None and _LaterWrites.can_follow(old, manifest):
+            with disk_errors_explained(folder.path, _KEPT):
+                later = stack.enter_context(
+                    contextlib.closing(_LaterWrites(old, staging.path, manifest))
+                )
+        else:
+            stack.enter_context(folder.replacing())
+        draft = _Draft(folder, staging, manifest, gallery, old, later)
         try:
             yield draft
         except GalleryCorruptError:
             draft.gallery.close()
             discard(staging.path)  # a draft only saves time
             raise
-        finally:
-            draft.gallery.close()
+
+
+@contextlib.contextmanager
+def _replaced(folder: GalleryFolder) -> Iterator[Gallery | None]:
+    """The gallery that is replaced; None if there is none, or it is damaged."""
+    try:
+        old = Gallery.open(folder.path, load_index=False)
+    except GalleryError:
+        yield None
+        return
+    with contextlib.closing(old):
+        yield old
 
 
 def _opened(staging: GalleryFolder, manifest: GalleryManifest) -> Gallery:

@@ -17,6 +17,7 @@ from kinlens.embedder import machine as cores
 from kinlens.embedder.errors import (
     BundleError,
     BundleMismatchError,
+    GalleryBusyError,
     GalleryError,
     InvalidParameterError,
     PlanError,
@@ -306,6 +307,95 @@ def test_what_a_stopped_build_had_of_another_source_is_not_published(
     assert (report.found, report.indexed, report.reused) == (2, 1, 0)
     assert sum(embedder.batches) == 6
     assert [(key, attributes) for _, key, attributes in items(stopped)] == [("hat", {"class": 2})]
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_what_is_written_while_a_gallery_is_built_is_in_the_new_generation(
+    built, shop, embedder, is_stopped: bool
+) -> None:
+    vector = query(embedder, shop / "f.gif")[0]
+    with closing(Gallery.open(built)) as old:
+        old.add([Entry("earlier", vector)])
+
+        def write(count: int) -> None:
+            old.add([Entry("new", vector, attributes={"class": "x"}), Entry("gone", vector)])
+            old.update({"cup/a.png": {"price": 5}})
+            old.remove(["hat/d.bmp", "gone", "never"])
+            if is_stopped:
+                raise KeyboardInterrupt
+
+        if is_stopped:
+            with pytest.raises(KeyboardInterrupt):
+                build_gallery(folder_source(shop), embedder, built, None, write)
+        report = build_gallery(
+            folder_source(shop),
+            embedder,
+            built,
+            None,
+            None if is_stopped else write,
+            lambda count: None if old.stored(["late"]) else old.add([Entry("late", vector)]),
+        )
+        assert report.carried == 5
+        with pytest.raises(GalleryBusyError, match="was replaced by a build"):
+            old.remove(["new"])
+    attributes = {key: own for _, key, own in items(built)}
+    assert attributes.keys() == {*PHOTOS, "new", "late"} - {"hat/d.bmp"}
+    assert attributes["new"] == {"class": "x"}
+    assert attributes["cup/a.png"] == {"class": "cup", "price": 5}
+    assert not build_gallery(folder_source(shop), embedder, built).carried
+
+
+def test_an_attribute_of_another_type_in_the_source_does_not_lose_a_later_item(
+    built, shop, embedder, caplog
+) -> None:
+    with closing(Gallery.open(built)) as old:
+        new = Entry("new", query(embedder, shop / "f.gif")[0], attributes={"size": "L", "a": "b"})
+        source = listed(shop, Record("f", "f.gif", {"size": 1}))
+        build_gallery(source, embedder, built, None, lambda count: old.add([new]))
+    assert [own for _, _, own in items(built)] == [{"size": 1}, {"a": "b"}]
+    assert "Attribute 'size' is a number, and 'new' has 'L'" in caplog.text
+
+
+def test_no_acknowledged_write_is_lost_when_a_build_replaces_the_gallery(
+    built, shop, embedder
+) -> None:
+    vector, stored = query(embedder, shop / "f.gif")[0], []
+    begun = threading.Event()
+
+    def write() -> None:
+        with closing(Gallery.open(built)) as old:
+            while True:
+                try:
+                    old.add([Entry(f"new{len(stored)}", vector)])
+                    stored.append(f"new{len(stored)}")
+                except GalleryBusyError as error:
+                    if "was replaced" in str(error):
+                        return
+                begun.set()
+
+    writer = threading.Thread(target=write)
+
+    def start(count: int) -> None:
+        writer.start()
+        assert begun.wait(60)
+
+    build_gallery(folder_source(shop), embedder, built, None, start)
+    writer.join(60)
+    assert not writer.is_alive()
+    assert {*stored, *PHOTOS} <= {key for _, key, _ in items(built)}
+
+
+def test_a_build_with_another_model_refuses_the_writes_that_it_could_not_take(
+    built, shop, embedder
+) -> None:
+    new = Entry("new", query(embedder, shop / "f.gif")[0])
+    with closing(Gallery.open(built)) as old:
+
+        def write(count: int) -> None:
+            with pytest.raises(GalleryBusyError, match=r"build \(process \d+\) is replacing"):
+                old.add([new])
+
+        build_gallery(folder_source(shop), CountingEmbedder("c" * 64), built, None, write)
 
 
 CHILD = """

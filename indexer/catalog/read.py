@@ -45,7 +45,11 @@ _REMOVED_BY_KEY = f"""
 ) AND key NOT IN (SELECT key FROM items) ORDER BY id
 """  # noqa: S608 (a constant)
 _REMOVED_VECTORS = """
-SELECT id, vector_crc, vector FROM removed WHERE id IN (SELECT value FROM json_each(?)) ORDER BY id
+SELECT id, vector_crc, nullif(vector, x'') FROM removed
+WHERE id IN (SELECT value FROM json_each(?)) AND (vector = x'') = ? ORDER BY id
+"""
+_REMOVED_IDS = """
+SELECT id FROM removed WHERE vector = x'' AND at > ? AND at <= ? ORDER BY id
 """
 _REMOVED_CONTENT = "SELECT 1 FROM removed WHERE sha256 = ? LIMIT 1"
 _SOME_VECTORS = """
@@ -254,8 +258,26 @@ class CatalogView:
         """
         listed = _json_keys(keys)
         items = self._items(self._all(_REMOVED_BY_KEY, listed))
-        listed = _json_ids([item.id for item in items])
-        return items, self._arrays(self._all(_REMOVED_VECTORS, listed))[1]
+        ids = [item.id for item in items]
+        by_id: dict[int, Embeddings] = {}
+        for is_in_file in (True, False):
+            found, vectors = self._removed_vectors(ids, is_in_file)
+            by_id.update(zip(found.tolist(), vectors, strict=True))
+        vectors = np.empty((len(ids), self.dim), np.float32)
+        for row, item_id in enumerate(ids):
+            vectors[row] = by_id[item_id]
+        return items, vectors
+
+    def removed_ids(self, kept: tuple[float, float]) -> Ids:
+        """The ids of restorable items whose vectors are in the file of vectors, ascending.
+
+        kept: only items removed after the first and until the second of these Unix times.
+        """
+        return np.array([item_id for (item_id,) in self._all(_REMOVED_IDS, *kept)], np.int64)
+
+    def _removed_vectors(self, ids: Sequence[ItemId], is_in_file: bool) -> tuple[Ids, Embeddings]:
+        """The removed items whose vectors are in the file, or in the catalogue, and the vectors."""
+        return self._arrays(self._all(_REMOVED_VECTORS, _json_ids(ids), is_in_file))
 
     def removed_keys(self, seq: int) -> list[str]:
         """The keys of items removed after the write `seq`, as far as they can be restored."""
@@ -368,7 +390,8 @@ class CatalogView:
         if self._keeps_removed():
             for [item_id] in self._all("SELECT id FROM removed"):
                 self._items(self._all(f"{_REMOVED} WHERE id = ?", item_id))
-                self._arrays(self._all(_REMOVED_VECTORS, _json_ids([item_id])))
+                self._removed_vectors([item_id], True)
+                self._removed_vectors([item_id], False)
 
     def _check_ids(self, count: int, total: int) -> None:
         """Check the number and the sum of ids of all items. Raises: GalleryCorruptError."""

@@ -43,6 +43,7 @@ VERSION = f"PRAGMA user_version = {SCHEMA_VERSION};"
 # removed             items that `restore` can bring back, with the write (seq) and the Unix time
 #                     (at) of their removal, until `adopt_segment` erases them. Replaced items are
 #                     not kept, since another item has their key.
+# removed.vector      empty: it is in the file of vectors. Files of earlier versions contain it.
 REMOVED = (
     """CREATE TABLE IF NOT EXISTS removed (
     id INTEGER PRIMARY KEY,

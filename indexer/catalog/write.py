@@ -34,13 +34,17 @@ Changes = Mapping[str, Mapping[str, AttributeValue | None]]
 
 _INSERT_ITEM = "INSERT INTO items VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
 _INSERT_VECTOR = "INSERT INTO vectors VALUES (?, ?, NULL)"
-_LATER_VECTORS = "SELECT id, crc, vector FROM vectors WHERE id > ? ORDER BY id LIMIT 4096"
+_LATER_VECTORS = """
+SELECT id, crc, NULL FROM vectors WHERE id > ?1
+UNION ALL SELECT id, vector_crc, NULL FROM removed WHERE id > ?1 AND vector = x''
+ORDER BY id LIMIT 4096
+"""
 _UPDATE_ITEM = """
 UPDATE items SET path = ?, format = ?, attributes = ?, changed_seq = ?, crc = ? WHERE id = ?
 """
 _KEEP_REMOVED = """
 INSERT INTO removed
-SELECT items.id, key, path, sha256, format, attributes, items.crc, ?, ?, vectors.crc, ?
+SELECT items.id, key, path, sha256, format, attributes, items.crc, ?, ?, vectors.crc, x''
 FROM items JOIN vectors ON vectors.id = items.id WHERE items.id = ?
 """
 _KEPT = "SELECT 1 FROM removed WHERE seq > ? OR (at > ? AND at <= ?) LIMIT 1"
@@ -172,12 +176,8 @@ class CatalogWriter(CatalogView):
         """Remove items read by this writer; returns the number. `restore` can bring them back."""
         seq = self._next_seq() if items else 0
         at = int(time.time())
-        # Not verified: damaged items must be removable. `restore` verifies checksums.
-        vectors = map(bytes, self.file.read(np.array([item.id for item in items], np.int64)))
-        self._many(
-            _KEEP_REMOVED,
-            [(seq, at, own, item.id) for own, item in zip(vectors, items, strict=True)],
-        )
+        # Checksums are not verified: damaged items must be removable.
+        self._many(_KEEP_REMOVED, [(seq, at, item.id) for item in items])
         self._delete(items)
         return len(items)
 
@@ -261,16 +261,18 @@ class CatalogWriter(CatalogView):
         self,
         name: str | None,
         seq: int,
-        keep_removed_s: float = 0.0,
+        kept: tuple[float, float] = (0.0, 0.0),
         file: VectorFile | None = None,
     ) -> None:
         """Switch to the segment `name`, which contains the items of the write `seq`.
 
-        This is not counted as a write. Items removed up to then stay restorable for
-        `keep_removed_s` seconds after their removal.
+        This is not counted as a write. Items removed up to then are erased.
 
         name: None if there were no items.
-        file: a new file of vectors with the items of that state; None to keep the current one.
+        kept: items removed after the first and until the second of these Unix times stay
+            restorable.
+        file: a new file of vectors with the items of that state, and those of `removed_ids`; None
+            to keep the current one.
 
         Raises: InvalidParameterError if `seq` is before the current segment or in the future.
         """
@@ -284,11 +286,9 @@ class CatalogWriter(CatalogView):
             self._move_vectors(file)
         self.connection.execute("UPDATE state SET segment = ?, segment_seq = ?", (name, seq))
         self.connection.execute("DELETE FROM tombstones WHERE seq <= ?", (seq,))
-        now = time.time()
-        kept = (seq, now - keep_removed_s, now)  # times in the future (clock set back) expire
         self.connection.execute("PRAGMA secure_delete = ON")  # overwrite freed pages, too
-        if self._all(_KEPT, *kept):
-            self.connection.execute(_ERASE, kept)
+        if self._all(_KEPT, seq, *kept):
+            self.connection.execute(_ERASE, (seq, *kept))
         else:  # without a condition, SQLite drops whole pages instead of single rows
             self.connection.execute("DELETE FROM removed")
         self.connection.execute("PRAGMA secure_delete = FAST")

@@ -5,6 +5,7 @@ import logging
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import perf_counter
@@ -49,14 +50,14 @@ from kinlens.indexer.index.segment import (
     read_manifest,
     write_segment,
 )
-from kinlens.indexer.types import NUMBER_BYTES, Ids, Progress, VectorType, find_sorted
+from kinlens.indexer.types import NUMBER_BYTES, Ids, Progress
 
 CATALOG = "catalog.sqlite"
 SEGMENTS = "segments"
 _LOCK = "COMPACT"
 
 MAX_REMOVED_ROWS = 1 / 3
-"""Share of vector rows that may belong to removed items before the file is rewritten."""
+"""Share of vector rows of items that cannot be restored above which the file is rewritten."""
 
 MAX_DEAD = 0.2
 """Share of removed items in a segment above which a compaction is due."""
@@ -186,6 +187,7 @@ class _Compaction:
         self._generation = generation
         self._settings = settings
         self._keep_removed_s = keep_removed_s
+        self._kept = (0.0, 0.0)  # the times between which restorable items were removed
         self._from_scratch = from_scratch
         self._on_progress = on_progress
 
@@ -200,7 +202,7 @@ class _Compaction:
                 rename(stage, segments / name, "segment")
             crash_point("adopt: before commit")
             with catalog.writing() as writer:
-                writer.adopt_segment(name, state.seq, self._keep_removed_s, file)
+                writer.adopt_segment(name, state.seq, self._kept, file)
             crash_point("adopt: after commit")
         return name, manifest
 
@@ -216,17 +218,18 @@ class _Compaction:
         with catalog.reading() as view:
             state, ids, file = view.state(), view.live_ids(), view.file
             assert file is not None  # it has been converted
-            is_wanted = self._is_to_write(view, file, ids)
-            rewritten = self._rewritten(view, ids, file.type) if is_wanted else None
+            now = time.time()  # after the view was opened: times in the future have expired
+            self._kept = now - self._keep_removed_s, now
+            restorable = view.removed_ids(self._kept)
+            is_wanted = self._is_to_write(view, file, ids, restorable)
+            rewritten = self._rewritten(view, ids, restorable, file) if is_wanted else None
             if not len(ids):
                 return state, rewritten, None
             rows = _rows(rewritten or file, ids, view)
             plan = plan_compaction(len(rows.indexed), view.dim, self._settings, file.type)
             _check_space(stage, plan.code_bytes + len(ids) * COLUMN_BYTES)
             previous = (
-                None
-                if self._from_scratch
-                else self._previous_segment(state, file, rewritten, ids, rows)
+                None if self._from_scratch else self._previous_segment(state, file, rewritten, rows)
             )
             builder = ColumnsBuilder(rows.size, view.schema())
             columns, moved = None, None
@@ -252,38 +255,52 @@ class _Compaction:
         )
         return state, rewritten, manifest
 
-    def _is_to_write(self, view: CatalogView, file: VectorFile, ids: Ids) -> bool:
-        """Whether to rewrite the vectors without removed items."""
+    def _is_to_write(self, view: CatalogView, file: VectorFile, ids: Ids, restorable: Ids) -> bool:
+        """Whether to rewrite the vectors without removed items that cannot be restored."""
         size = file.row_ids.rows_up_to(view.last_given())
-        removed = size - len(ids)
+        removed = size - len(ids) - len(restorable)
         is_wanted = self._keep_removed_s <= 0 or removed > MAX_REMOVED_ROWS * size
         return removed > 0 and is_wanted
 
-    def _rewritten(self, view: CatalogView, ids: Ids, type_: VectorType) -> VectorFile:
+    def _rewritten(
+        self, view: CatalogView, ids: Ids, restorable: Ids, file: VectorFile
+    ) -> VectorFile:
+        """A new file with the rows of the items `ids`, and of removed items."""
         folder = self._generation / VECTORS
         make_folder(folder, "vectors")
-        _check_space(folder, NUMBER_BYTES[type_] * len(ids) * view.dim)
+        every = np.union1d(ids, restorable)
+        _check_space(folder, NUMBER_BYTES[file.type] * len(every) * view.dim)
         with staged(folder) as stage:
-            batches = self._batches(view)
-            VectorFile.rewrite(stage, view.dim, ids, view.last_given(), batches, type_)
+            batches = self._batches(view, restorable, file)
+            VectorFile.rewrite(stage, view.dim, every, view.last_given(), batches, file.type)
             sync_tree(stage, "vectors")
             name = os.urandom(4).hex()
             rename(stage, folder / name, "vectors")
             return VectorFile.open(folder / name, view.dim)
 
-    def _batches(self, view: CatalogView) -> Iterator[tuple[Ids, Embeddings]]:
-        """The vectors of all items. Reports progress, which cancels the compaction on close."""
-        for batch in view.iter_vectors():
+    def _batches(
+        self, view: CatalogView, restorable: Ids, file: VectorFile
+    ) -> Iterator[tuple[Ids, Embeddings]]:
+        """The vectors of all items and of removed ones, by ascending id.
+
+        Reports progress, which cancels the compaction on close.
+        """
+        start = 0
+        for ids, vectors in view.iter_vectors():
             if self._on_progress is not None:
                 self._on_progress(0)
-            yield batch
+            end = int(np.searchsorted(restorable, ids[-1]))
+            some = np.concatenate([ids, restorable[start:end]])
+            order = np.argsort(some)
+            yield some[order], np.concatenate([vectors, file.read(restorable[start:end])])[order]
+            start = end
+        yield restorable[start:], file.read(restorable[start:])
 
     def _previous_segment(
         self,
         state: State,
         file: VectorFile,
         rewritten: VectorFile | None,
-        ids: Ids,
         rows: Rows,
     ) -> PreviousSegment | None:
         """The current segment, if it is of the current format and undamaged."""
@@ -298,10 +315,10 @@ class _Compaction:
                 check_file(folder / name, facts, verify_hash=True)
         except GalleryCorruptError:
             return None
-        positions = np.arange(manifest.size)
+        moved = np.arange(manifest.size)
         if rewritten is not None:
-            return PreviousSegment(folder, manifest, find_sorted(file.row_ids.of(positions), ids))
-        moved = np.where(rows.removed[: manifest.size], -1, positions)
+            moved = rewritten.row_ids.rows_of(file.row_ids.of(moved))
+        moved = np.where((moved < 0) | rows.removed[moved], -1, moved)
         return PreviousSegment(folder, manifest, moved)
 
 

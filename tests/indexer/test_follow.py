@@ -1,6 +1,7 @@
 """A compaction brings the segment up to date, and its result equals a new build."""
 
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -120,10 +121,16 @@ def test_vectors_of_removed_items_are_erased_by_a_compaction_that_keeps_nothing(
     assert not is_there()
 
 
-def test_vectors_are_rewritten_when_a_third_of_the_rows_was_removed(gallery) -> None:
+def test_vectors_are_rewritten_when_a_third_of_the_rows_cannot_be_restored(
+    gallery, monkeypatch
+) -> None:
     for part in (5, 4):
         gallery.remove([item.key for item in gallery.items() if item.id % part == 0])
         gallery.compact(keep_removed_s=KEEP)
+    assert stored_rows(gallery) == 3000
+    later = time.time() + KEEP + 1
+    monkeypatch.setattr(time, "time", lambda: later)
+    gallery.compact(keep_removed_s=KEEP)
     assert stored_rows(gallery) == gallery.size == 1800
     assert recall(gallery) >= 0.93
 

@@ -13,7 +13,7 @@ from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.live.compaction import KEEP_REMOVED_S
 from kinlens.indexer.types import Entry, SearchOptions
 from tests.indexer.conftest import failure, faults, printed, usage
-from tests.indexer.oracle import contents, entry, units
+from tests.indexer.oracle import BUNDLE, contents, entry, units
 from tests.support.waiting import until
 
 VECTORS = units(60)
@@ -27,6 +27,11 @@ def stocked(gallery) -> Gallery:
     gallery.compact()
     gallery.add(entries[40:])
     return gallery
+
+
+def catalogue_bytes(gallery: Gallery) -> int:
+    """The size of the catalogue and its log."""
+    return sum(file.stat().st_size for file in gallery.generation_folder.glob("catalog.sqlite*"))
 
 
 def checked(gallery: Gallery) -> dict[str, tuple[object, ...]]:
@@ -94,6 +99,37 @@ def test_an_automatic_compaction_leaves_a_day_to_undo(stocked, monkeypatch) -> N
     until(lambda: not stocked.needs_compaction())
     assert len(stocked.restore(keys)) == 29
     assert not stocked.has_removed()
+
+
+def test_a_removal_stores_no_vector_again_and_a_day_to_undo_outlives_rewritten_vectors(
+    tmp_path,
+) -> None:
+    wide = units(600, 3, dim=512)
+    gallery = Gallery.create(tmp_path / "wide", name="wide", bundle_id=BUNDLE, dim=512)
+    gallery.add([entry(f"k{n}", row, {"n": n}) for n, row in enumerate(wide)])
+    gallery.compact()
+    before, keys = contents(gallery), [f"k{n}" for n in range(0, 600, 3)]
+    size = catalogue_bytes(gallery)
+    gallery.remove(keys)
+    assert catalogue_bytes(gallery) - size < wide[::3].nbytes // 2
+    gallery.compact(keep_removed_s=KEEP_REMOVED_S)
+    gallery.add([entry("last", wide[0], {"n": -1})])
+
+    def remove_meanwhile(point: str) -> None:
+        if point == "adopt: before commit":
+            gallery.add([entry("meanwhile", wide[1], {"n": -2})])
+            gallery.remove(["k1", "last", "meanwhile"])
+
+    gallery.remove([f"k{n}" for n in range(2, 600, 3)])
+    with faults(remove_meanwhile):
+        gallery.compact(keep_removed_s=KEEP_REMOVED_S)
+    check_files(gallery.path)
+    assert gallery.size == 199
+    back = gallery.restore([*before, "last", "meanwhile"])
+    assert len(back) == 403
+    gallery.remove(["last", "meanwhile"])
+    assert contents(gallery) == before
+    gallery.close()
 
 
 def test_a_key_that_has_another_item_stays_and_the_last_of_several_removed_ones_comes_back(

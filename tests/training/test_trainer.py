@@ -116,7 +116,7 @@ def four_epochs(
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # fork of a threaded process
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_four_epochs_equal_two_and_a_resumed_two_bit_for_bit(
     four_epochs: tuple[Job, Path, list[dict[str, float]]], tmp_path: Path, workers: int
 ) -> None:

@@ -5,7 +5,6 @@ import itertools
 import json
 import re
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -457,15 +456,17 @@ def test_metrics_count_requests_and_units_by_the_name_of_the_key(market) -> None
     counted = market.key("counted", "search", rate="7/day")
     queries = {"queries": [{"images": [{"data": base64_of(IMAGE)}]}] * 3}
     market.client.post("/search/batch", json=queries, headers=counted).raise_for_status()
+    market.client.get("/galleries", headers={"authorization": "Bearer kl_0_wrong"})
     for _ in range(9):
         market.client.get("/galleries", headers=counted)  # some are refused, and owe nothing
-    market.client.get("/galleries", headers={"authorization": "Bearer kl_0_wrong"})
-    time.sleep(1.0)  # metrics are at most a second old
-    lines = market.client.get("/metrics").text.splitlines()
-    assert 'kinlens_key_requests_total{key="counted"} 10.0' in lines
-    assert 'kinlens_key_units_total{key="counted"} 7.0' in lines
+
+    def lines() -> list[str]:
+        return market.client.get("/metrics").text.splitlines()
+
+    until(lambda: 'kinlens_key_requests_total{key="counted"} 10.0' in lines())
+    assert 'kinlens_key_units_total{key="counted"} 7.0' in lines()
     names = {key.name for key in market.store.list()}
-    labels = {found[1] for line in lines if (found := re.search(r'\{key="([^"]*)"', line))}
+    labels = {found[1] for line in lines() if (found := re.search(r'\{key="([^"]*)"', line))}
     assert labels <= names, "no other text becomes a label"
 
 

@@ -18,6 +18,7 @@ from harness import SKIPPED, heading, row
 HERE = Path(__file__).parent
 SMALLEST = (
     "copies.py --sizes 2k --dim 32 --rounds 2",
+    "databases.py --sizes 2k --dims 32 --rounds 1",
     "gallery.py --sizes 2k --dims 32 --rounds 2",
     "gallery_gpu.py --rows 20000 --dims 32",
     "growth.py --sizes 2k --dims 32 --adds 200 --vector-type fp16 "

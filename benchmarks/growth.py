@@ -14,6 +14,8 @@ galleries are kept there and reused.
     filters     the same among 0.1 to 50 % of the items
     catch-up    --adds items are added, then a compaction updates the index while one thread
                 searches; p50 and the longest search compared with before, and recall
+    beside      p99 of searches next to 40 writes per second, compared with that without, while the
+                gallery compacts itself when it is due
     attributes  filters, facets, groups and statistics of attributes: in a gallery that was just
                 opened and has searched once, the same again, and after a write
 
@@ -56,7 +58,7 @@ from kinlens.indexer.live.compaction import KEEP_REMOVED_S
 from kinlens.indexer.types import Entry, Grouping, SearchOptions, VectorType
 from kinlens.values import AttributeValue
 
-PARTS = ("build", "write", "search", "filters", "catch-up", "attributes")
+PARTS = ("build", "write", "search", "filters", "catch-up", "beside", "attributes")
 COLOURS = ("red", "green", "blue", "black", "white", "grey", "pink", "brown")
 FACETS = ["colour", "brand", "price", "sale"]
 FILTERS = (
@@ -70,12 +72,13 @@ SHARES = {"0.1 %": 1, "1 %": 10, "10 %": 100, "50 %": 500}
 """Upper limits of the price, which is uniform in 0 to 1000."""
 
 RECALL_QUERIES, PLAIN = 200, SearchOptions()
+WRITES_PER_S, PHASE_S, PHASES = 40, 10, 4
 Figures = dict[str, float]
 
 
 def main() -> None:
     args = options(
-        __doc__, sizes=["10k", "100k"], dims=[128], parts=list(PARTS[:5]), path=None,
+        __doc__, sizes=["10k", "100k"], dims=[128], parts=list(PARTS[:6]), path=None,
         adds=100_000, vector_type="fp32",
     )  # fmt: skip
     found: dict[int, Figures] = {}
@@ -103,6 +106,7 @@ def measured(path: Path, n: int, dim: int, args: Namespace) -> Figures:
         "search": lambda: fresh(searched, path, n, dim),
         "filters": lambda: filtered(path, n, dim),
         "catch-up": lambda: caught_up(path, n, dim, args.adds),
+        "beside": lambda: beside_writes(path, n, dim),
         "attributes": lambda: attributed(path, n, dim),
     }
     for name, part in parts.items():
@@ -261,6 +265,40 @@ def caught_up(path: Path, n: int, dim: int, adds: int) -> Figures:
             "longest search during it, ms": max(during),
             "recall@10 after it": recall(gallery, queries),
         }
+
+
+def beside_writes(path: Path, n: int, dim: int) -> Figures:
+    """Additions, changed prices and removals by one thread, in phases that alternate with none."""
+    queries = clustered_queries(n, dim)
+    times: dict[str, list[float]] = {"without": [], "beside": []}
+    entries = later(n, dim, PHASES * PHASE_S * WRITES_PER_S)
+    with contextlib.closing(Gallery.open(path)) as gallery:
+        gallery.compact_in_background()
+        gallery.search(queries, 10)
+        for _ in range(PHASES):
+            for phase, found in times.items():
+                began = time.monotonic()
+                with searching(gallery, queries) as during:
+                    for number in range(PHASE_S * WRITES_PER_S):
+                        if phase == "beside":
+                            write(gallery, number, next(entries))
+                        due = began + number / WRITES_PER_S
+                        time.sleep(max(0.0, due - time.monotonic()))
+                found += during
+    before, beside = (float(np.percentile(found, 99)) for found in times.values())
+    verdict(f"p99 beside {WRITES_PER_S} writes per second / without", beside / before, 1.5, True)
+    return {"p99 without writes, ms": before, "p99 beside writes, ms": beside}
+
+
+def write(gallery: Gallery, number: int, entry: Entry) -> None:
+    """One of four writes: two additions, a changed price, a removal."""
+    kind = number % 4
+    if kind == 2:
+        gallery.update({f"{number:09d}": {"price": time.time() % 1000}})
+    elif kind == 3:
+        gallery.remove_items([gallery.last_id])
+    else:
+        gallery.add([entry])
 
 
 def compacted(path: Path) -> float:

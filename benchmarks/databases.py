@@ -1,4 +1,4 @@
-"""A gallery beside embedded vector databases, zvec and LanceDB: filters, an update, an addition.
+"""A gallery compared with the embedded vector databases zvec and LanceDB: filters and changes.
 
     python benchmarks/databases.py --sizes 100k 1m
 

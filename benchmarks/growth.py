@@ -14,7 +14,7 @@ galleries are kept there and reused.
     filters     the same among 0.1 to 50 % of the items
     catch-up    --adds items are added, then a compaction updates the index while one thread
                 searches; p50 and the longest search compared with before, and recall
-    beside      p99 of searches next to 40 writes per second, compared with that without, while the
+    during      p99 of searches next to 40 writes per second, compared with that without, while the
                 gallery compacts itself when it is due
     attributes  filters, facets, groups and statistics of attributes: in a gallery that was just
                 opened and has searched once, the same again, and after a write
@@ -58,7 +58,7 @@ from kinlens.indexer.live.compaction import KEEP_REMOVED_S
 from kinlens.indexer.types import Entry, Grouping, SearchOptions, VectorType
 from kinlens.values import AttributeValue
 
-PARTS = ("build", "write", "search", "filters", "catch-up", "beside", "attributes")
+PARTS = ("build", "write", "search", "filters", "catch-up", "during", "attributes")
 COLOURS = ("red", "green", "blue", "black", "white", "grey", "pink", "brown")
 FACETS = ["colour", "brand", "price", "sale"]
 FILTERS = (
@@ -106,7 +106,7 @@ def measured(path: Path, n: int, dim: int, args: Namespace) -> Figures:
         "search": lambda: fresh(searched, path, n, dim),
         "filters": lambda: filtered(path, n, dim),
         "catch-up": lambda: caught_up(path, n, dim, args.adds),
-        "beside": lambda: beside_writes(path, n, dim),
+        "during": lambda: during_writes(path, n, dim),
         "attributes": lambda: attributed(path, n, dim),
     }
     for name, part in parts.items():
@@ -267,10 +267,10 @@ def caught_up(path: Path, n: int, dim: int, adds: int) -> Figures:
         }
 
 
-def beside_writes(path: Path, n: int, dim: int) -> Figures:
+def during_writes(path: Path, n: int, dim: int) -> Figures:
     """Additions, changed prices and removals by one thread, in phases that alternate with none."""
     queries = clustered_queries(n, dim)
-    times: dict[str, list[float]] = {"without": [], "beside": []}
+    times: dict[str, list[float]] = {"without": [], "during": []}
     entries = later(n, dim, PHASES * PHASE_S * WRITES_PER_S)
     with contextlib.closing(Gallery.open(path)) as gallery:
         gallery.compact_in_background()
@@ -280,14 +280,14 @@ def beside_writes(path: Path, n: int, dim: int) -> Figures:
                 began = time.monotonic()
                 with searching(gallery, queries) as during:
                     for number in range(PHASE_S * WRITES_PER_S):
-                        if phase == "beside":
+                        if phase == "during":
                             write(gallery, number, next(entries))
                         due = began + number / WRITES_PER_S
                         time.sleep(max(0.0, due - time.monotonic()))
                 found += during
-    before, beside = (float(np.percentile(found, 99)) for found in times.values())
-    verdict(f"p99 beside {WRITES_PER_S} writes per second / without", beside / before, 1.5, True)
-    return {"p99 without writes, ms": before, "p99 beside writes, ms": beside}
+    before, after = (float(np.percentile(found, 99)) for found in times.values())
+    verdict(f"p99 during {WRITES_PER_S} writes per second / without", after / before, 1.5, True)
+    return {"p99 without writes, ms": before, "p99 during writes, ms": after}
 
 
 def write(gallery: Gallery, number: int, entry: Entry) -> None:

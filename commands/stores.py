@@ -219,7 +219,6 @@ def publish_on_milvus(
         token=_token(),
         index=index,
         memory_mb=memory_mb,
-        processes=None,
         on_progress=on_progress,
     )
 

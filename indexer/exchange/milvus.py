@@ -66,13 +66,7 @@ from kinlens.indexer.exchange.milvus_index import (
     least_effort,
     planned,
 )
-from kinlens.indexer.exchange.milvus_load import (
-    StaleError,
-    check_count,
-    load,
-    processes_for,
-    refuse_lists,
-)
+from kinlens.indexer.exchange.milvus_load import check_count, load, refuse_lists
 from kinlens.indexer.filters.text import Where
 from kinlens.indexer.filters.tree import In, check_attribute, check_boosted, check_grouped
 from kinlens.indexer.folder.manifest import GalleryFacts
@@ -113,6 +107,7 @@ _NAME = re.compile(r"(?!.*_[0-9a-f]{12}$)[A-Za-z][A-Za-z0-9_]{0,63}")
 _SAMPLE = 10_000
 _BATCH = 1_000  # items per step of a change by filter
 _INDEX_FIELDS = {"schema_version", "precision", "nlist", "index", "effort", "recall"}
+_LOAD_S = 60.0  # timeout of a request that loads rows
 _SCHEMA_S = 60.0  # timeout for the swap of an alias, which waits for other work of the server
 _ORPHAN_AGE = timedelta(days=1)
 _SWAP_S = 3.0  # grace period for searches that started in the old generation
@@ -181,21 +176,17 @@ class MilvusStore:
         token: str = "",
         index: str = "auto",
         memory_mb: float | None = None,
-        processes: int | None = 1,
         on_progress: Progress | None = None,
     ) -> Self:
         """Replace the content of gallery `name` by `entries`, and open it.
 
         The entries are loaded into a new collection, to which the alias is then moved. The old
-        collection is dropped, with any changes that were made to it during the load. To resume an
-        interrupted publication, make the same call.
+        collection is dropped, with any changes that were made to it during the load. After an
+        interruption nothing has changed; make the same call again.
 
         Args:
             index: one of `MilvusIndex`, or `auto` for the fastest one that fits into `memory_mb` of
                 the query nodes.
-            processes: number of loading processes; None for one per core, if there are many items
-                and the server is on another host. A script that uses several processes must guard
-                its main module.
 
         Raises: InvalidParameterError; GalleryCorruptError for a collection that is not a gallery;
             PlanError for an index that the server lacks or that does not fit; RecallError for one
@@ -214,25 +205,15 @@ class MilvusStore:
             source=source,
             source_root=str(source_root),
         )
-        with contextlib.closing(Connection(uri, token)) as connection:
+        with contextlib.closing(Connection(uri, token, _LOAD_S)) as connection:
             before = _current_name(connection, name)  # raises if it is not a gallery
             server = str(connection.call("get_server_version"))
             plan = planned(count, dim, index, memory_mb, server)
-            unfinished = _unfinished(connection, facts)
-            made = unfinished or Collection.create(connection, facts)
-            workers = processes_for(count, uri) if processes is None else processes
-            filling = partial(_fill, entries, plan, server, token, workers, on_progress)
+            made = Collection.create(connection, facts)
             try:
-                try:
-                    filling(unfinished is not None, made)
-                except StaleError:  # the unfinished collection has other content
-                    connection.call("drop_collection", made.collection)
-                    made = Collection.create(connection, facts)
-                    filling(False, made)
+                _fill(entries, plan, server, made, on_progress or (lambda _: None))
                 swap = "alter_alias" if before else "create_alias"
                 connection.call(swap, made.collection, name, timeout_s=_SCHEMA_S)
-            except (EngineUnavailableError, KeyboardInterrupt):
-                raise  # keep the loaded part, so the same call can resume
             except BaseException:
                 # A second error must not hide the first one. The server may have moved the alias
                 # although the request failed.
@@ -641,22 +622,14 @@ def _remove(now: Collection, conditions: Iterable[str]) -> int:
 
 
 def _fill(
-    entries: Iterable[Entry],
-    plan: MilvusPlan,
-    server: str,
-    token: str,
-    processes: int,
-    on_progress: Progress | None,
-    is_resumed: bool,
-    made: Collection,
+    entries: Iterable[Entry], plan: MilvusPlan, server: str, made: Collection, on_progress: Progress
 ) -> None:
     """Load the entries, build the index, wait until they can be searched, then measure recall.
 
-    Raises: StaleError, and the errors of `publish`.
+    Raises: the errors of `publish`.
     """
     held_out = None if plan.kind == "flat" else HeldOut(entries, plan.count, plan.dim)
-    progress = on_progress or (lambda _: None)
-    count, kinds = load(made, entries, held_out, token, processes, is_resumed, progress)
+    count, kinds = load(made, entries, held_out, on_progress)
     made.learn(kinds)
     made = made.make_index(plan, server)
     if held_out is not None and held_out.entries:
@@ -669,19 +642,6 @@ def _fill(
         made = made.note_quality(*least_effort(plan, held_out, search))
         made.upsert(map(row_of, held_out.entries, held_out.queries))
     check_count(made, count)
-
-
-def _unfinished(connection: Connection, facts: MilvusFacts) -> Collection | None:
-    """The collection of an interrupted publication with these facts, if there is one."""
-    for collection in connection.call("list_collections"):
-        if re.fullmatch(rf"{facts.name}_[0-9a-f]{{12}}", collection):
-            with contextlib.suppress(GalleryCorruptError, GalleryNotFoundError):
-                found = Collection.current(connection, collection, "Strong")
-                same = {"generation": facts.generation, "created_at": facts.created_at}
-                is_same = found.facts.model_copy(update=same) == facts
-                if is_same and not connection.call("list_aliases", collection)["aliases"]:
-                    return found
-    return None
 
 
 def _attribute_facts(name: str, kind: AttributeType, values: Sequence[Scalar]) -> AttributeFacts:

@@ -52,7 +52,6 @@ _ROW_BYTES = 2_048  # estimate for a row without its vector
 _MAX_VALUES = 1_000  # in one expression
 _MAX_ROWS = 65_536  # hits of all queries in one message
 _FACTS, _KIND, _CHANGE = "kinlens.gallery", "kinlens.attribute.", "kinlens.change"
-_LOADED = "kinlens.loaded"
 _NOT_FOUND, _INVALID = 100, 1100  # codes of Milvus
 
 Row = Mapping[str, Any]
@@ -326,16 +325,6 @@ class Collection:
     def note_quality(self, effort: int, recall: float) -> "Collection":
         """Store the default effort of searches, and the recall that it reaches."""
         return self._with_facts(effort=effort, recall=recall)
-
-    def loaded(self) -> tuple[int, str]:
-        """The number of loaded parts of an unfinished generation, and their hash."""
-        found = self.connection.call("describe_collection", self.collection)
-        count, _, state = found.get("properties", {}).get(_LOADED, "0 ").partition(" ")
-        return int(count), state
-
-    def note_loaded(self, parts: int, state: str) -> None:
-        """Store the number of loaded parts, and their hash."""
-        self._alter({_LOADED: f"{parts} {state}"})
 
     def _with_facts(self, **changes: Any) -> "Collection":
         facts = self.facts.model_copy(update=changes)

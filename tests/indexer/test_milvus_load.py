@@ -1,20 +1,18 @@
-"""Publications to a real Milvus server: indexes and their recall, several processes, kills."""
+"""Publications to a real Milvus server: indexes and their recall, and kills."""
 
 import multiprocessing
 import signal
-from collections.abc import Callable
 from contextlib import closing
 
 import numpy as np
 import pytest
 
 from kinlens.embedder.errors import InvalidParameterError, PlanError, RecallError
-from kinlens.indexer.exchange import milvus_index, milvus_load
+from kinlens.indexer.exchange import milvus_index
 from kinlens.indexer.exchange.milvus_index import planned
 from kinlens.indexer.types import Entry, SearchOptions
-from tests.indexer.conftest import collections, failure, faults, printed, published
+from tests.indexer.conftest import collections, failure, printed, published
 from tests.indexer.oracle import BUNDLE, DIM, clumped, entry
-from tests.support.milvus_server import MilvusServer
 from tests.support.seams import MilvusStore, set_fault_hook
 
 QUERIES = clumped(3000)[:20]
@@ -42,12 +40,9 @@ def check_same(store: MilvusStore, entries: list[Entry]) -> None:
 
 @pytest.mark.long
 @pytest.mark.milvus
-def test_an_index_that_several_processes_load_reaches_its_recall_or_replaces_nothing(
-    milvus_server, monkeypatch
-) -> None:
-    monkeypatch.setattr(milvus_load, "PART", 300)
+def test_an_index_reaches_its_recall_or_replaces_nothing(milvus_server, monkeypatch) -> None:
     entries = shop(3000)
-    made = published(milvus_server, "indexed", entries, index="hnsw", processes=2)
+    made = published(milvus_server, "indexed", entries, index="hnsw")
     with closing(made) as store:
         check_same(store, entries)
         assert "Index hnsw on Milvus, effort" in store.index_text()
@@ -72,45 +67,26 @@ def test_an_index_that_several_processes_load_reaches_its_recall_or_replaces_not
 
 @pytest.mark.long
 @pytest.mark.milvus
-def test_a_killed_publication_is_resumed(milvus_server, monkeypatch) -> None:
-    shrink(monkeypatch.setattr)
-    entries = shop(1200)
-    die_publishing(milvus_server)
-    [left] = collections(milvus_server, "killed")
-    sent: list[str] = []
-    with faults(sent.append):
-        store = published(milvus_server, "killed", entries)
-    with closing(store):
-        check_same(store, entries)
-        assert 0 < sent.count("milvus: part noted") < 8
-        assert collections(milvus_server, "killed") == [left]
-    die_publishing(milvus_server)
-    others = shop(700, seed=5)  # do not resume what was killed
-    with closing(published(milvus_server, "killed", others)) as store:
-        check_same(store, others)
-
-
-def shrink(change: Callable[[object, str, object], None]) -> None:
-    """Parts of 100 items, each noted."""
-    change(milvus_load, "PART", 100)
-    change(milvus_load, "_NOTED_S", -1.0)
-
-
-def die_publishing(server: MilvusServer) -> None:
+def test_a_killed_publication_replaces_nothing_and_the_same_call_succeeds(milvus_server) -> None:
+    before = shop(60, seed=5)
+    published(milvus_server, "killed", before).close()
     process = multiprocessing.get_context("spawn").Process(
-        target=publish_until_killed, args=(server.uri, 6)
+        target=publish_until_killed, args=(milvus_server.uri,)
     )
     process.start()
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
+    with closing(MilvusStore.open(milvus_server.uri, "killed")) as store:
+        check_same(store, before)
+    with closing(published(milvus_server, "killed", shop(9000))) as store:
+        check_same(store, shop(9000))
 
 
-def publish_until_killed(uri: str, parts: int) -> None:
+def publish_until_killed(uri: str) -> None:
     from tests.indexer.crasher import Dies
 
-    shrink(setattr)
-    set_fault_hook(Dies("milvus: part noted", parts))
-    MilvusStore.publish(uri, "killed", shop(1200), dim=DIM, bundle_id=BUNDLE)
+    set_fault_hook(Dies("milvus: page loaded", 2))
+    MilvusStore.publish(uri, "killed", shop(9000), dim=DIM, bundle_id=BUNDLE)
 
 
 @pytest.mark.milvus

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kinlens.embedder.errors import GalleryCorruptError
 from kinlens.embedder.types import ItemId
@@ -18,7 +19,7 @@ from kinlens.indexer.catalog.read import CatalogView
 from kinlens.indexer.catalog.schema import NAMES, RESTORE, seal
 from kinlens.indexer.catalog.vectors import VectorFile
 from kinlens.indexer.catalog.write import CatalogWriter
-from kinlens.indexer.types import Ids, Progress
+from kinlens.indexer.types import Ids, Progress, find_sorted
 
 NameRows = tuple[tuple[int, str, str, int], ...]
 """The rows of `names`."""
@@ -30,7 +31,6 @@ CREATE TABLE items (
     id INTEGER PRIMARY KEY, key TEXT, path TEXT, sha256 BLOB, format TEXT, attributes TEXT,
     added_seq INTEGER, changed_seq INTEGER, crc INTEGER, vector_crc INTEGER, vector BLOB
 ) STRICT;
-CREATE TABLE tombstones (seq INTEGER, id INTEGER) STRICT;
 """
 _SOME = "id IN (SELECT value FROM json_each(?))"
 _ROWS = """
@@ -39,21 +39,19 @@ SELECT items.id, key, path, sha256, format, attributes, added_seq, changed_seq, 
 FROM items JOIN vectors ON vectors.id = items.id
 WHERE items.id IN (SELECT value FROM json_each(?)) ORDER BY items.id
 """
-_TOMBSTONES = "SELECT seq, id FROM tombstones WHERE seq > ? ORDER BY seq, id"
 _INTO_PART = "INSERT INTO items VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+_TOMBSTONES = "SELECT seq, id FROM tombstones WHERE seq > ? ORDER BY seq, id"
+_TOMBSTONE = "INSERT OR IGNORE INTO tombstones VALUES (?, ?)"
 _ITEM = "INSERT INTO items VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
 _VECTOR = "INSERT INTO vectors VALUES (?, ?, NULL)"
 _KNOWN = f"SELECT count(*), coalesce(sum(id), 0) FROM items WHERE {_SOME}"  # noqa: S608
 _GROW = "UPDATE state SET size = size + ?, numbers = numbers + ?"
 
 
-def write_part(
-    path: Path, view: CatalogView, ids: Ids, since: int, with_tombstones: bool, on_item: Progress
-) -> None:
+def write_part(path: Path, view: CatalogView, ids: Ids, since: int, on_item: Progress) -> None:
     """Write the items `ids` (N,) into the new file `path`.
 
-    Items added after the write `since` are written with their stored vectors. With
-    `with_tombstones`, the tombstones after that write are included.
+    Items added after the write `since` are written with their stored vectors.
 
     Raises: GalleryCorruptError, sqlite3.Error.
     """
@@ -61,9 +59,6 @@ def write_part(
         part.executescript(_PART)
         part.execute("PRAGMA synchronous = OFF")  # the file is hashed afterwards
         part.execute("BEGIN")
-        if with_tombstones:
-            tombstones = view.connection.execute(_TOMBSTONES, (since,))
-            part.executemany("INSERT INTO tombstones VALUES (?, ?)", tombstones)
         for start in range(0, len(ids), _BATCH):
             some = ids[start : start + _BATCH]
             part.executemany(_INTO_PART, _rows(view, some, since))
@@ -71,44 +66,83 @@ def write_part(
         part.execute("COMMIT")
 
 
+def packed(ids: Ids) -> bytes:
+    """Numbers in a short form if most are the successor of the one before."""
+    return zlib.compress(np.diff(ids, prepend=0).astype("<i8").tobytes())
+
+
+def unpacked(data: bytes) -> Ids:
+    """The numbers of `packed`."""
+    return np.cumsum(np.frombuffer(zlib.decompress(data), "<i8"), dtype=np.int64)
+
+
 def name_rows(view: CatalogView) -> NameRows:
     """The rows of `names`."""
     return tuple(view.connection.execute(NAMES).fetchall())
 
 
-def live_bits(view: CatalogView) -> bytes:
-    """A compressed bitmap of the live item ids, up to the highest one."""
-    ids = view.live_ids()
-    bits = np.zeros(int(ids.max(initial=-1)) + 1, np.bool_)
-    bits[ids] = True
-    return zlib.compress(np.packbits(bits, bitorder="little").tobytes())
+def tombstones(view: CatalogView, since: int) -> Ids:
+    """The writes after `since` that removed items, and the ids of these items (2, N).
+
+    `since` must not be before `segment_seq`: compactions erase earlier tombstones.
+    """
+    rows = view.connection.execute(_TOMBSTONES, (since,)).fetchall()
+    return np.array(rows, np.int64).reshape(-1, 2).T
 
 
-def remove_dead(writer: CatalogWriter, bits: bytes, seq: int) -> None:
-    """Remove the items that are not in the bitmap of `live_bits`, as of the write `seq`."""
-    live = np.unpackbits(np.frombuffer(zlib.decompress(bits), np.uint8), bitorder="little")
-    ids = writer.live_ids()
-    is_live = np.zeros(len(ids), np.bool_)
-    known = ids < len(live)
-    is_live[known] = live[ids[known]].astype(np.bool_)
-    _add_tombstones(writer, [(seq, item_id) for item_id in ids[~is_live].tolist()])
+class Removed:
+    """The items that a snapshot does not have any more.
+
+    tombstones: the writes that removed items, and the ids of these items (2, N).
+    live: all items of a segment and later ones, ascending, and the highest id that was assigned up
+        to then; None if the tombstones have all that were removed since the last change of the
+        copy.
+    """
+
+    def __init__(self, tombstones: Ids, live: Ids | None) -> None:
+        self._tombstones = tombstones
+        self._live = live
+
+    def are(self, ids: Ids) -> NDArray[np.bool_]:
+        """Whether each of these items (N,) was removed."""
+        buried: NDArray[np.bool_] = np.isin(ids, self._tombstones[1])
+        return buried | self._are_forgotten(ids)
+
+    def remove(self, writer: CatalogWriter, segment_seq: int) -> None:
+        """Remove them from a copy; those without a tombstone as of the write `segment_seq`."""
+        forgotten = np.empty(0, np.int64)
+        if self._live is not None:
+            ids = writer.live_ids()
+            forgotten = ids[self._are_forgotten(ids)]
+        rows = [
+            *self._tombstones.T.tolist(),
+            *([segment_seq, item_id] for item_id in forgotten.tolist()),
+        ]
+        for start in range(0, len(rows), _BATCH):
+            some = rows[start : start + _BATCH]
+            _remove(writer, [item_id for _, item_id in some])
+            writer.connection.executemany(_TOMBSTONE, some)
+        seal(writer.connection)
+
+    def _are_forgotten(self, ids: Ids) -> NDArray[np.bool_]:
+        if self._live is None:
+            return np.zeros(len(ids), np.bool_)
+        forgotten: NDArray[np.bool_] = find_sorted(ids, self._live[:-1]) < 0
+        forgotten &= ids <= self._live[-1]
+        return forgotten
 
 
-def remove_buried(writer: CatalogWriter, path: Path) -> None:
-    """Remove the items whose tombstones are in the part `path`."""
-    with _opened(path) as part:
-        _add_tombstones(writer, part.execute("SELECT seq, id FROM tombstones").fetchall())
-
-
-def apply_part(writer: CatalogWriter, path: Path) -> None:
-    """Write the items of the part `path`; existing rows of these items are replaced.
+def apply_part(writer: CatalogWriter, path: Path, removed: Removed) -> None:
+    """Write the items of the part `path` that are not `removed`, in place of existing rows.
 
     Raises: OSError, sqlite3.Error.
     """
-    with _opened(path) as part:
+    uri = f"{path.resolve().as_uri()}?mode=ro&immutable=1"
+    with contextlib.closing(sqlite3.connect(uri, uri=True, isolation_level=None)) as part:
         cursor = part.execute("SELECT * FROM items ORDER BY id")
         while rows := cursor.fetchmany(_BATCH):
-            _replace(writer, rows)
+            skipped = removed.are(np.array([row[0] for row in rows], np.int64))
+            _replace(writer, [row for row, skip in zip(rows, skipped, strict=True) if not skip])
     seal(writer.connection)
 
 
@@ -149,21 +183,6 @@ def _rows(view: CatalogView, ids: Ids, since: int) -> Iterator[tuple[Any, ...]]:
         yield (*row, next(vectors).tobytes() if is_added else None)
 
 
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[sqlite3.Connection]:
-    uri = f"{path.resolve().as_uri()}?mode=ro&immutable=1"
-    with contextlib.closing(sqlite3.connect(uri, uri=True, isolation_level=None)) as part:
-        yield part
-
-
-def _add_tombstones(writer: CatalogWriter, tombstones: Sequence[tuple[int, ItemId]]) -> None:
-    for start in range(0, len(tombstones), _BATCH):
-        some = tombstones[start : start + _BATCH]
-        _remove(writer, [item_id for _, item_id in some])
-        writer.connection.executemany("INSERT OR IGNORE INTO tombstones VALUES (?, ?)", some)
-    seal(writer.connection)
-
-
 def _replace(writer: CatalogWriter, rows: Sequence[tuple[Any, ...]]) -> None:
     connection, file = writer.connection, writer.file
     assert isinstance(file, VectorFile)
@@ -175,10 +194,7 @@ def _replace(writer: CatalogWriter, rows: Sequence[tuple[Any, ...]]) -> None:
     if added:
         data = b"".join(row[10] for row in added)
         vectors = np.frombuffer(data, file.dtype).reshape(len(added), file.dim)
-        ids = np.array([row[0] for row in added], np.int64)
-        # The file may be newer than this part and have no rows for items that a later part removes.
-        has_row = file.row_ids.rows_of(ids) >= 0
-        file.write(ids[has_row], vectors[has_row])
+        file.write(np.array([row[0] for row in added], np.int64), vectors)
 
 
 def _remove(writer: CatalogWriter, ids: Sequence[ItemId]) -> None:

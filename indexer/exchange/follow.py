@@ -13,8 +13,11 @@ finished downloads are reused.
 import contextlib
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+
+import numpy as np
 
 from kinlens.embedder.bundle import sha256_of
 from kinlens.embedder.durable import (
@@ -30,18 +33,19 @@ from kinlens.embedder.durable import (
 )
 from kinlens.embedder.errors import GalleryCorruptError, GalleryError, KinlensError
 from kinlens.indexer.catalog.database import Catalog
-from kinlens.indexer.catalog.replay import apply_part, finish, remove_buried, remove_dead
+from kinlens.indexer.catalog.replay import Removed, apply_part, finish, unpacked
 from kinlens.indexer.catalog.vectors import NUMBERS, ROWS, VECTORS, VectorFile
 from kinlens.indexer.exchange.objects import ObjectFolder
-from kinlens.indexer.exchange.publish import FILES, OBJECTS, Delta, Snapshot, snapshot_at
+from kinlens.indexer.exchange.publish import FILES, OBJECTS, Snapshot, snapshot_at
 from kinlens.indexer.folder.layout import DOWNLOADS, GalleryFolder, disk_errors_explained
 from kinlens.indexer.folder.manifest import write_manifest
+from kinlens.indexer.index.segment import MANIFEST as SEGMENT_MANIFEST
+from kinlens.indexer.index.segment import read_manifest
 from kinlens.indexer.live.compaction import CATALOG, SEGMENTS, collect
-from kinlens.indexer.types import Progress
+from kinlens.indexer.types import Ids, Progress
 
 _LOCK = "LOCK"
 _CHECKED = "CHECKED"  # touched whenever the copy was found or made up to date
-_ATTEMPTS = 3  # in case a snapshot is replaced while it is downloaded
 
 
 class Follower:
@@ -87,12 +91,12 @@ class Follower:
             return has_changed
 
     def _update(self) -> bool:
-        for _ in range(_ATTEMPTS):
-            snapshot = snapshot_at(self.address)
+        tried = None
+        while (snapshot := snapshot_at(self.address)) != tried:
             try:
                 return self._take_over(snapshot)
             except _ObjectMissingError:
-                continue  # a newer snapshot has replaced this one, and its objects were deleted
+                tried = snapshot  # a newer one may have replaced it; finished downloads are reused
         raise GalleryCorruptError(
             f"The snapshot at {self.address} names a missing file. Try again; if the error "
             "persists, publish the gallery to another address."
@@ -141,6 +145,8 @@ class Follower:
                     f"The snapshot at {self.address} is older than the copy in {self.folder}. "
                     "Publish the gallery again, or delete that folder to use the older snapshot."
                 )
+            if now.segment != snapshot.segment:
+                self._check_segment(snapshot)
             if now.seq < snapshot.seq:
                 self._apply(catalog, snapshot, now.seq)
             if (*now.base, vectors) != snapshot.base:
@@ -154,19 +160,16 @@ class Follower:
     def _apply(self, catalog: Catalog, snapshot: Snapshot, seq: int) -> None:
         """Write the rows and tombstones of the snapshot, under the present segment."""
         deltas = [delta for delta in snapshot.deltas if delta.until > seq]
-        for facts in [facts for delta in deltas for facts in _objects(delta)]:
+        for facts in [facts for delta in deltas for facts in delta.objects]:
             self._download(facts)
+        ids = [self._ids(delta.removed) for delta in deltas if delta.removed is not None]
+        live = self._ids(snapshot.live) if seq < snapshot.segment_seq else None
+        none = np.empty((2, 0), np.int64)
+        removed = Removed(np.concatenate([none, *(each.reshape(2, -1) for each in ids)], 1), live)
         with catalog.writing() as writer:
-            for delta in deltas:
-                parts = [self._downloads / facts.sha256 for facts in delta.parts]
-                # Removals first: another item may have the key of a removed one.
-                for part in parts:
-                    remove_buried(writer, part)
-                if delta.live is not None:
-                    bits = (self._downloads / delta.live.sha256).read_bytes()
-                    remove_dead(writer, bits, delta.until)
-                for part in parts:
-                    apply_part(writer, part)
+            removed.remove(writer, snapshot.segment_seq)  # first: other items may have their keys
+            for part in [part for delta in deltas for part in delta.parts]:
+                apply_part(writer, self._downloads / part.sha256, removed)
             finish(
                 writer,
                 snapshot.seq,
@@ -177,6 +180,21 @@ class Follower:
             )
             crash_point("follow: before commit")
         crash_point("follow: after commit")
+
+    def _check_segment(self, snapshot: Snapshot) -> None:
+        """Raise GalleryCorruptError unless this version can read the segment of the snapshot."""
+        if snapshot.segment is None:
+            return
+        with tempfile.TemporaryDirectory(prefix="kinlens-follow-") as folder:
+            manifest = self._download(snapshot.segment_files[SEGMENT_MANIFEST])
+            shutil.copyfile(manifest, Path(folder, SEGMENT_MANIFEST))
+            try:
+                read_manifest(Path(folder))
+            except GalleryCorruptError as error:
+                raise GalleryCorruptError(
+                    f"The index of the snapshot at {self.address} is of a version of Kinlens that "
+                    "this one cannot read. Update Kinlens on this host; the copy stays as it is."
+                ) from error
 
     def _adopt(self, catalog: Catalog, snapshot: Snapshot, generation: Path) -> None:
         """Switch to the segment and the vector file of the snapshot."""
@@ -216,7 +234,7 @@ class Follower:
         folder = generation / VECTORS
         make_folder(folder, "vectors")
         with staged(folder) as stage:
-            shutil.copyfile(self._download(snapshot.row_numbers), stage / NUMBERS)
+            np.save(stage / NUMBERS, self._ids(snapshot.row_numbers))
             (stage / ROWS[manifest.vector_type]).touch()
             file = VectorFile(stage, manifest.dim)
             file.lengthen(file.last)
@@ -241,6 +259,10 @@ class Follower:
                 path.chmod(0o644)  # other users may serve the gallery
                 has_changed = True
         return has_changed
+
+    def _ids(self, facts: FileFacts) -> Ids:
+        """The numbers of an object."""
+        return unpacked(self._download(facts).read_bytes())
 
     def _download(self, facts: FileFacts) -> Path:
         """Download an object unless it is on this disk; returns its path.
@@ -292,10 +314,6 @@ def checked_s(folder: Path) -> float | None:
 
 class _ObjectMissingError(Exception):
     """A snapshot names a missing object."""
-
-
-def _objects(delta: Delta) -> list[FileFacts]:
-    return [*delta.parts, *([] if delta.live is None else [delta.live])]
 
 
 def _has(path: Path, facts: FileFacts) -> bool:

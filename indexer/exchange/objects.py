@@ -5,6 +5,7 @@ Every file is written atomically, on any file system.
 
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,6 +17,8 @@ REMOTE = "://"
 """Marks an address of fsspec, in contrast to a folder."""
 
 _ATOMIC = {"s3", "s3a", "gs", "gcs", "az", "abfs", "memory"}  # protocols with atomic writes
+
+_CONCURRENT = 64  # requests
 
 
 class ObjectFolder:
@@ -51,6 +54,11 @@ class ObjectFolder:
         except FileNotFoundError:
             return set()
 
+    def all_names(self, folder: str) -> set[str]:
+        """The names of the files in a folder and below it, by one listing."""
+        self.files.invalidate_cache()
+        return {Path(name).name for name in self.files.find(self.at(folder))}
+
     def read(self, name: str) -> bytes:
         """The content of a file. Raises: FileNotFoundError."""
         return bytes(self.files.cat_file(self.at(name)))
@@ -72,6 +80,15 @@ class ObjectFolder:
             self.files.makedirs(path.rpartition("/")[0], exist_ok=True)
             self.files.pipe_file(f"{path}.part", data)
             self.files.mv(f"{path}.part", path)
+
+    def write_all(self, contents: Mapping[str, bytes]) -> None:
+        """Replace small files; on a store with concurrent requests, many at a time."""
+        if getattr(self.files, "async_impl", False) and protocols(self.files) & _ATOMIC:
+            paths = {self.at(name): data for name, data in contents.items()}
+            self.files.pipe(paths, batch_size=_CONCURRENT)
+            return
+        for name, data in contents.items():
+            self.write(name, data)
 
     def create(self, name: str, data: bytes) -> bool:
         """Write a small file unless there is one; returns whether it did.

@@ -6,12 +6,16 @@ ADDRESS/
   pictures/<ab>/<sha256>   the images of items, if requested
 
 The catalogue is published as *deltas*: the items that were added or changed after one write of the
-gallery and up to another. The first delta starts at the first write. A follower applies the deltas
-that end after its last write; they may repeat changes that it already has. Small deltas are merged
-over time, so their number is logarithmic in the number of items.
+gallery and up to another, and the ids of those that were removed. The first delta starts at the
+first write. A follower applies the deltas that end after its last write; they may repeat changes
+that it already has. Small deltas are merged over time, so their number is logarithmic in the number
+of items. After a compaction a list of all item ids names the removals that it has forgotten. If it
+has erased items, the parts of deltas that may contain them are written again; a follower that has
+applied these deltas does not read them.
 """
 
 import contextlib
+import math
 import os
 import sqlite3
 import tempfile
@@ -19,8 +23,9 @@ import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
+import numpy as np
 from pydantic import BaseModel, Field, ValidationError
 
 from kinlens.embedder.bundle import sha256_of
@@ -35,7 +40,14 @@ from kinlens.embedder.errors import (
 )
 from kinlens.indexer.catalog.database import catalog_view
 from kinlens.indexer.catalog.read import CatalogView
-from kinlens.indexer.catalog.replay import NameRows, live_bits, name_rows, write_part
+from kinlens.indexer.catalog.replay import (
+    NameRows,
+    name_rows,
+    packed,
+    tombstones,
+    unpacked,
+    write_part,
+)
 from kinlens.indexer.catalog.schema import read_state
 from kinlens.indexer.catalog.vectors import NUMBERS, VectorFile
 from kinlens.indexer.exchange.objects import ObjectFolder
@@ -58,12 +70,17 @@ SNAPSHOT = "snapshot.json"
 OBJECTS = "objects"
 
 RETIRED_S = 3600.0
-"""Grace period before an object that no snapshot names is deleted, for slow followers."""
+"""Grace period before an object that no snapshot names is deleted, for slow followers. The time of
+a whole copy at 4 MB/s is added to it."""
 
+_SLOWEST = 4e6  # bytes per second
+_LAYOUT = 2  # 0.2 has written 1
 _ORPHAN_AGE_S = 86_400.0  # age after which an object without a snapshot counts as a failed upload
-_PART_BYTES = 128 * 2**20
+_PART_BYTES = 2**20  # an erased item costs the upload of such a part
+_MAX_PARTS = 256  # of a delta; larger ones have larger parts
 _ROW_BYTES = 600  # estimate for an item without its vector
 _BATCH = 4096  # items whose images are checked per view of the catalogue
+_IMAGE_BYTES = 64 * 2**20  # images in memory, uploaded together
 _ATTEMPTS = 8  # in case a compaction replaces the segment before it is locked
 FILES = (REPORT, CALIBRATION, PRECISIONS)
 """Other files of a generation that are published: not manifest, catalogue, vectors or segments."""
@@ -75,41 +92,68 @@ _VECTORS = r"^[0-9a-f]{8}$"
 _FILE = r"^[a-z]+\.[a-z]+$"
 
 
+class Part(FileFacts, frozen=True, extra="forbid"):
+    """An object with items, in the format of `kinlens.indexer.catalog.replay`.
+
+    first, last: the lowest and the highest of their ids.
+    """
+
+    first: int = Field(ge=0)
+    last: int = Field(ge=0)
+
+
 class Delta(BaseModel, frozen=True, extra="forbid"):
     """The changes after the write `since`, up to the write `until`.
 
-    Attributes:
-        parts: objects in the format of `kinlens.indexer.catalog.replay`.
-        live: an object with one bit per item id, set for live items, compressed with zlib. None if
-            the tombstones in the first part contain every removal since then.
+    removed: an object with the writes that removed items, then the ids of these items (`packed`);
+        None if there are none. Those that a compaction has forgotten are not in it.
     """
 
     since: int = Field(ge=0)
     until: int = Field(ge=0)
     items: int = Field(ge=0)
-    parts: tuple[FileFacts, ...]
-    live: FileFacts | None = None
+    parts: tuple[Part, ...]
+    removed: FileFacts | None = None
+
+    @property
+    def objects(self) -> list[FileFacts]:
+        """All objects of the delta."""
+        return [*self.parts, *([] if self.removed is None else [self.removed])]
 
 
-class Snapshot(BaseModel, frozen=True, extra="forbid"):
+class Owner(BaseModel, frozen=True):
+    """The origin of a snapshot of any layout.
+
+    publisher: id of the folder that owns the address.
+    """
+
+    schema_version: int = Field(ge=1)
+    published_at: str
+    publisher: str
+    gallery: GalleryManifest
+    pictures: bool = False
+
+
+_Kind = TypeVar("_Kind", bound=Owner)
+
+
+class Snapshot(Owner, frozen=True, extra="forbid"):
     """One state of a gallery, and its objects.
 
     Attributes:
-        publisher: id of the folder that owns the address.
         seq, size, segment, segment_seq, numbers: the state of the catalogue.
         last_given: the highest item id that was ever assigned.
         names: the rows of the attribute names.
+        live: an object with the ids of all items of the segment and later ones, and the highest id
+            that was assigned when it was written (`packed`).
         vectors: the name of the vector file. The vectors themselves are in the deltas.
-        row_numbers: an object with the item id of each row of the vector file.
+        row_numbers: an object with the item id of each row of the vector file, and its checksum.
         files: other files of the generation.
         retired: objects of earlier snapshots, with the time when they were last in use (seconds
             since 1970).
     """
 
-    schema_version: Literal[1] = 1
-    published_at: str
-    publisher: str
-    gallery: GalleryManifest
+    schema_version: Literal[2] = 2
     seq: int = Field(ge=0)
     size: int = Field(ge=0)
     segment: str | None = Field(pattern=_SEGMENT)
@@ -118,11 +162,11 @@ class Snapshot(BaseModel, frozen=True, extra="forbid"):
     last_given: int = Field(ge=0)
     names: NameRows
     deltas: tuple[Delta, ...]
+    live: FileFacts
     vectors: str = Field(pattern=_VECTORS)
     row_numbers: FileFacts
     segment_files: dict[Annotated[str, Field(pattern=_FILE)], FileFacts]
     files: dict[str, FileFacts]
-    pictures: bool = False
     retired: dict[str, float] = {}
 
     @property
@@ -130,12 +174,18 @@ class Snapshot(BaseModel, frozen=True, extra="forbid"):
         """The segment, the last write that it contains, and the vector file."""
         return self.segment, self.segment_seq, self.vectors
 
+    @property
+    def grace_s(self) -> float:
+        """Time for which followers may still need the objects of earlier snapshots."""
+        return RETIRED_S + sum(facts.bytes for facts in self._facts()) / _SLOWEST
+
     def objects(self) -> set[str]:
         """The sha256 of each object of the snapshot."""
-        own = {part.sha256 for delta in self.deltas for part in delta.parts}
-        own |= {delta.live.sha256 for delta in self.deltas if delta.live is not None}
-        own |= {facts.sha256 for facts in (*self.segment_files.values(), *self.files.values())}
-        return own | {self.row_numbers.sha256}
+        return {facts.sha256 for facts in self._facts()}
+
+    def _facts(self) -> list[FileFacts]:
+        files = [*self.segment_files.values(), *self.files.values(), self.row_numbers, self.live]
+        return [*files, *(facts for delta in self.deltas for facts in delta.objects)]
 
 
 class PublishReport(BaseModel, frozen=True):
@@ -156,17 +206,41 @@ def read_snapshot(store: ObjectFolder) -> Snapshot | None:
 
     Raises: GalleryCorruptError if it is damaged or from another version.
     """
+    return _read(store, Snapshot)
+
+
+def _read(store: ObjectFolder, kind: type[_Kind]) -> _Kind | None:
     try:
-        data = store.read(SNAPSHOT)
+        return kind.model_validate_json(store.read(SNAPSHOT))
     except FileNotFoundError:
         return None
-    try:
-        return Snapshot.model_validate_json(data)
     except ValidationError as error:
         raise GalleryCorruptError(
             f"{store.address}/{SNAPSHOT} is not a snapshot that this version can read: "
-            f"{brief(error)}. Publish the gallery again with this version and --take-over."
+            f"{brief(error)}. If a newer version published it, update Kinlens on this host. "
+            "Otherwise publish the gallery again with this version and --take-over."
         ) from error
+
+
+def _before(store: ObjectFolder, publisher: str, take_over: bool) -> Owner | None:
+    """What the address has: a Snapshot, or an Owner if an earlier version published it.
+
+    Raises: GalleryCorruptError, GalleryConflictError; not if this folder is to `take_over`.
+    """
+    try:
+        owner = _read(store, Owner)
+        if owner is not None and owner.schema_version >= _LAYOUT:
+            owner = _read(store, Snapshot)
+    except GalleryCorruptError:
+        if not take_over:
+            raise
+        return None
+    if owner is not None and owner.publisher != publisher and not take_over:
+        raise GalleryConflictError(
+            f"{store.address} belongs to another folder, which published there at "
+            f"{owner.published_at}. If this folder replaces it, use --take-over."
+        )
+    return owner
 
 
 def publish(
@@ -206,13 +280,8 @@ def publish(
                 "until it has finished."
             )
         with _store_errors_explained(address):
-            before = _readable(store) if take_over else read_snapshot(store)
             publisher = folder.publisher()
-            if before is not None and before.publisher != publisher and not take_over:
-                raise GalleryConflictError(
-                    f"{store.address} belongs to another folder, which published there at "
-                    f"{before.published_at}. If this folder replaces it, use --take-over."
-                )
+            before = _before(store, publisher, take_over)
             work = _Publication(
                 publisher,
                 folder,
@@ -247,7 +316,7 @@ class _Publication:
         publisher: str,
         folder: GalleryFolder,
         store: ObjectFolder,
-        before: Snapshot | None,
+        before: Owner | None,
         with_images: bool,
         image_root: Path | None,
         on_progress: Progress,
@@ -264,10 +333,10 @@ class _Publication:
                 f"{self._manifest.name!r}. Publish to another address, or delete what is stored at "
                 "this one."
             )
+        self._before = before if isinstance(before, Snapshot) else None
         is_same = before is not None and before.gallery.uid == self._manifest.uid
-        self._last = before if is_same else None  # the last snapshot of this generation
-        self._before = before
-        self._known = set() if before is None else before.objects()
+        self._last = self._before if is_same else None  # the last snapshot of this generation
+        self._known = set() if self._before is None else self._before.objects()
         self._is_requested = with_images
         self._stored_images: set[str] = set()  # sha256 of images
         self._uploaded_images = self._missing = 0
@@ -277,7 +346,7 @@ class _Publication:
 
     def run(self, started: float) -> PublishReport:
         """Upload the missing objects, then the snapshot."""
-        shown = self._upload_images() if self._with_images else 0
+        last_id = self._upload_images() if self._with_images else 0
         for _ in range(_ATTEMPTS):
             with catalog_view(self._generation / CATALOG) as view, contextlib.ExitStack() as stack:
                 state = view.state()
@@ -287,7 +356,7 @@ class _Publication:
                     except FileNotFoundError:
                         continue  # a compaction has replaced it
                     stack.callback(os.close, descriptor)
-                return self._publish(view, shown, started)
+                return self._publish(view, last_id, started)
         raise GalleryBusyError(
             f"Compactions of {self._folder.path} keep replacing the segment to publish. Try again "
             "when they have finished."
@@ -299,15 +368,15 @@ class _Publication:
             "publish it: kinlens-index compact GALLERY."
         )
 
-    def _publish(self, view: CatalogView, shown: int, started: float) -> PublishReport:
+    def _publish(self, view: CatalogView, last_id: int, started: float) -> PublishReport:
         row = read_state(view.connection)
         if view.file is None or row is None:
             raise self._outdated()
         last, now = self._last, time.time()
         changed, deltas = self._deltas(view, view.file, row.seq, row.segment_seq)
-        if self._with_images:
-            for item in view.get(view.changed_since(shown)).values():
-                self._upload_image(item)  # items that were added during the upload
+        live = self._live(view, row.segment_seq)
+        while self._with_images and len(ids := view.ids_from(0, _BATCH, last_id)):
+            last_id = self._upload_images_of(view, ids)  # items that were added meanwhile
         segment_files: dict[str, FileFacts] = {}
         if row.segment is not None:
             folder = self._generation / SEGMENTS / row.segment
@@ -322,7 +391,7 @@ class _Publication:
         row_numbers = (
             last.row_numbers
             if last is not None and last.vectors == view.file.name
-            else self._upload(view.file.folder / NUMBERS)
+            else self._upload_ids(np.load(view.file.folder / NUMBERS))
         )
         files = {
             name: self._upload(self._generation / name)
@@ -341,6 +410,7 @@ class _Publication:
             last_given=view.last_given(),
             names=name_rows(view),
             deltas=deltas,
+            live=live,
             vectors=view.file.name,
             row_numbers=row_numbers,
             segment_files=segment_files,
@@ -348,7 +418,7 @@ class _Publication:
             pictures=self._with_images,
         )
         is_new = last is None or _content(last) != _content(snapshot)
-        is_new |= last is not None and min(last.retired.values(), default=now) < now - RETIRED_S
+        is_new |= last is not None and min(last.retired.values(), default=now) < now - last.grace_s
         if is_new:
             snapshot = self._retire(snapshot)
             crash_point("publish: before snapshot")
@@ -377,72 +447,112 @@ class _Publication:
                 f"at {seq:,}: it was reset to an older state. Create a new generation with "
                 "kinlens-index backup, then restore --replace."
             )
-        if self._last is not None and since == seq and self._last.vectors == file.name:
-            return 0, self._last.deltas
         if self._last is not None and self._last.vectors != file.name:
-            # A compaction has erased removed items, so no delta must contain them any more.
-            kept, since = [], 0
-        changed = view.count_changed(since) if since else view.state().size
-        merged = changed
+            kept = self._without_erased(view, file, self._last)
+            since = kept[-1].until if kept else 0
+        if since == seq and kept:
+            return 0, tuple(kept)
+        changed = merged = view.count_changed(since) if since else view.state().size
         # Keep each delta larger than twice the sum of all later ones.
         while kept and kept[-1].items <= 2 * merged:
             absorbed = kept.pop()
             since, merged = absorbed.since, merged + absorbed.items
-        ids = view.changed_since(since) if since else view.live_ids()
-        live = None
-        if segment_seq > since:  # the catalogue has no record of removals before the segment
-            live = self._upload_data(live_bits(view))
-        parts = tuple(self._parts(view, file, ids, since))
-        kept.append(Delta(since=since, until=seq, items=len(ids), parts=parts, live=live))
-        return changed, tuple(kept)
+        ids = _changed(view, since)
+        removed = tombstones(view, max(since, segment_seq))
+        delta = Delta(
+            since=since,
+            until=seq,
+            items=len(ids),
+            parts=tuple(self._parts(view, file, ids, since)),
+            removed=self._upload_ids(removed.ravel()) if removed.size else None,
+        )
+        return changed, (*kept, delta)
 
-    def _parts(
-        self, view: CatalogView, file: VectorFile, ids: Ids, since: int
-    ) -> Iterator[FileFacts]:
-        """Upload the items of a delta, in parts of up to about 128 MB."""
-        step = max(1, _PART_BYTES // (file.bytes_of(1) + _ROW_BYTES))
-        for start in range(0, max(1, len(ids)), step):
+    def _without_erased(self, view: CatalogView, file: VectorFile, last: Snapshot) -> list[Delta]:
+        """The deltas of the last snapshot without items that a compaction has erased; none if the
+        store has lost what this takes.
+        """
+        try:
+            *own, last_row, _ = unpacked(self._store.read(f"{OBJECTS}/{last.row_numbers.sha256}"))
+        except FileNotFoundError:
+            return []
+        later = np.arange(last_row + 1, last.last_given + 1)
+        published = np.concatenate([np.array(own, np.int64), later])
+        erased = published[file.row_ids.rows_of(published) < 0]
+        deltas = []
+        for delta in last.deltas:
+            parts: list[Part] = []
+            for part in delta.parts:
+                start, end = np.searchsorted(erased, [part.first, part.last + 1])
+                if start == end:
+                    parts.append(part)
+                    continue
+                ids = _changed(view, delta.since)
+                some = ids[(part.first <= ids) & (ids <= part.last)]
+                parts += self._parts(view, file, some, delta.since)
+            deltas.append(delta.model_copy(update={"parts": tuple(parts)}))
+        return deltas
+
+    def _live(self, view: CatalogView, segment_seq: int) -> FileFacts:
+        """The list of live items; renewed after each compaction, which forgets removals."""
+        if self._last is not None and self._last.segment_seq == segment_seq:
+            return self._last.live
+        _, later = tombstones(view, segment_seq)
+        return self._upload_ids(np.append(np.union1d(view.live_ids(), later), view.last_given()))
+
+    def _parts(self, view: CatalogView, file: VectorFile, ids: Ids, since: int) -> Iterator[Part]:
+        """Upload the items of a delta."""
+        most = max(1, _PART_BYTES // (file.bytes_of(1) + _ROW_BYTES))
+        step = max(most, math.ceil(len(ids) / _MAX_PARTS))
+        for start in range(0, len(ids), step):
+            some = ids[start : start + step]
             with tempfile.TemporaryDirectory(prefix="kinlens-publish-") as folder:
-                path, chunk = Path(folder, "part"), ids[start : start + step]
-                write_part(path, view, chunk, since, not start, self._on_progress)
-                yield self._upload(path)
+                path = Path(folder, "part")
+                write_part(path, view, some, since, self._on_progress)
+                facts = self._upload(path)
+            yield Part(**facts.model_dump(), first=int(some[0]), last=int(some[-1]))
 
     def _upload_images(self) -> int:
-        """Upload the missing images; returns the write up to which this was done.
+        """Upload the missing images; returns the id of the last item for which this was done.
 
         It uses many short views of the catalogue, because the write-ahead log cannot be truncated
         while a view is open.
         """
-        last = self._last
-        is_first = self._is_requested or last is None or not last.pictures
-        since = 0 if is_first or last is None else last.seq
-        with catalog_view(self._generation / CATALOG) as view:
-            seq = view.state().seq
-            ids = view.changed_since(since) if since else view.live_ids()
-        if is_first:  # list the store once: requests for each of millions would take days
-            for shard in range(256):
-                name = f"{shard:02x}"
-                self._stored_images |= self._store.names(f"{UPLOADS}/{name}")
-        for start in range(0, len(ids), _BATCH):
+        last_id = 0
+        if not self._is_requested and self._last is not None and self._last.pictures:
+            last_id = self._last.last_given  # the images of earlier items are there
+        else:  # list the store once: a request for each of millions would take days
+            self._stored_images = self._store.all_names(UPLOADS)
+        while True:
             with catalog_view(self._generation / CATALOG) as view:
-                items = view.get(ids[start : start + _BATCH])
-            for item in items.values():
-                self._upload_image(item)
-        return seq
+                ids = view.ids_from(0, _BATCH, last_id)
+                if not len(ids):
+                    return last_id
+                last_id = self._upload_images_of(view, ids)
 
-    def _upload_image(self, item: Item) -> None:
-        name = f"{UPLOADS}/{item.sha256[:2]}/{item.sha256}"
-        if item.sha256 in self._stored_images or self._store.exists(name):
-            return
-        try:
-            data = self._image_of(item)
-        except (KinlensError, OSError):
-            self._missing += 1  # an item that was stored as a vector only, or a lost file
-            return
-        self._store.write(name, data)
-        self._stored_images.add(item.sha256)
-        self._uploaded += len(data)
-        self._uploaded_images += 1
+    def _upload_images_of(self, view: CatalogView, ids: Ids) -> int:
+        """Upload the missing images of these items, many at a time; returns the last id."""
+        images: dict[str, bytes] = {}
+        for item in view.get(ids).values():
+            if item.sha256 in self._stored_images:
+                continue
+            try:
+                data = self._image_of(item)
+            except (KinlensError, OSError):
+                self._missing += 1  # an item that was stored as a vector only, or a lost file
+                continue
+            self._stored_images.add(item.sha256)
+            images[f"{UPLOADS}/{item.sha256[:2]}/{item.sha256}"] = data
+            if sum(map(len, images.values())) > _IMAGE_BYTES:
+                self._write_images(images)
+                images = {}
+        self._write_images(images)
+        return int(ids[-1])
+
+    def _write_images(self, images: dict[str, bytes]) -> None:
+        self._store.write_all(images)
+        self._uploaded += sum(map(len, images.values()))
+        self._uploaded_images += len(images)
 
     def _image_of(self, item: Item) -> bytes:
         """The image of an item. Raises: OSError, SourceError, ImageTooManyBytesError."""
@@ -461,10 +571,10 @@ class _Publication:
             self._uploaded += facts.bytes
         return facts
 
-    def _upload_data(self, data: bytes) -> FileFacts:
+    def _upload_ids(self, ids: Ids) -> FileFacts:
         with tempfile.TemporaryDirectory(prefix="kinlens-publish-") as folder:
-            path = Path(folder, "data")
-            path.write_bytes(data)
+            path = Path(folder, "ids")
+            path.write_bytes(packed(ids))
             return self._upload(path)
 
     def _retire(self, snapshot: Snapshot) -> Snapshot:
@@ -477,7 +587,7 @@ class _Publication:
         for sha256 in set() if before is None else before.objects():
             retired.setdefault(sha256, now)
         retired = {sha256: at for sha256, at in retired.items() if sha256 not in named}
-        expired = {sha256 for sha256, at in retired.items() if now - at > RETIRED_S}
+        expired = {sha256 for sha256, at in retired.items() if now - at > snapshot.grace_s}
         if before is None or len(snapshot.deltas) == 1:  # rare, since it lists all objects
             expired |= self._orphans(named | retired.keys(), now)
         for sha256 in expired:
@@ -499,11 +609,9 @@ class _Publication:
         return found
 
 
-def _readable(store: ObjectFolder) -> Snapshot | None:
-    """The current snapshot; None also for one that this version cannot read."""
-    with contextlib.suppress(GalleryCorruptError):
-        return read_snapshot(store)
-    return None
+def _changed(view: CatalogView, since: int) -> Ids:
+    """The ids of items added or changed after a write, ascending."""
+    return view.changed_since(since) if since else view.live_ids()
 
 
 def snapshot_at(address: str) -> Snapshot:

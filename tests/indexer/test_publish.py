@@ -1,9 +1,12 @@
 """A copy that follows published snapshots is the original at one of them, whatever happens."""
 
+import asyncio
 import contextlib
+import hashlib
 import json
 import os
 import signal
+from collections import Counter
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -97,14 +100,14 @@ def check_same(original: Gallery, copy: Path) -> None:
         assert opened.generation == original.generation
         assert [*opened.items()] == [*original.items()]
         assert opened.schema() == original.schema()
-        ids = original.ids().tolist()
+        ids, queries = original.ids().tolist(), units(5, seed=99, dim=original.dim)
         assert np.array_equal(opened.vectors(ids), original.vectors(ids))
         for options in (
             SearchOptions(),
             SearchOptions(exact=True),
             SearchOptions(where=parse_filter("stock < 4")) if ids else SearchOptions(),
         ):
-            assert opened.search(QUERIES, 7, options) == original.search(QUERIES, 7, options)
+            assert opened.search(queries, 7, options) == original.search(queries, 7, options)
         assert Calibrator(opened).stored() == Calibrator(original).stored()
 
 
@@ -200,6 +203,151 @@ def test_only_what_changed_is_uploaded_and_old_objects_and_erased_items_go(
     publish(path, address)
     assert store.names("objects") == snapshot_at(address).objects()
     assert not any(b"k6003" in file.read_bytes() for file in Path(address, "objects").iterdir())
+
+
+def test_an_erased_item_costs_neither_side_the_gallery(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beyond the files of the index, which a flat one does not have."""
+    path, loaded = tmp_path / "shop", []
+    gallery = Gallery.create(path, name="shop", bundle_id=BUNDLE, dim=256)
+    vectors = units(20_000, dim=256)
+    gallery.add(entry(f"k{n}", row, {"stock": n % 9}, str(n)) for n, row in enumerate(vectors[1:]))
+    gallery.compact(IndexSettings(kind="flat"))
+    base = publish(path, address).uploaded_bytes
+    follower = Follower(address, tmp_path / "copy")
+    follower.update(on_progress=loaded.append)
+    assert sum(loaded) > 0.99 * base
+    gallery.remove(["k6003"])
+    publish(path, address)  # so that the compaction erases what the store has as removed
+    gallery.compact(keep_removed_s=0)
+    gallery.add([entry("new", vectors[0], {"stock": 1}, "new")])
+    loaded.clear()
+    report = publish(path, address)
+    assert report.changed_items == 1
+    follower.update(on_progress=loaded.append)
+    segment = sum(facts.bytes for facts in snapshot_at(address).segment_files.values())
+    assert report.uploaded_bytes - segment < 1.2 * 2**20 < base / 20
+    assert sum(loaded) - segment < 100_000
+    check_same(gallery, follower.folder)
+    monkeypatch.setattr("kinlens.indexer.exchange.publish.RETIRED_S", -60)
+    gallery.update({"k5": {"stock": 3}})
+    publish(path, address)
+    assert not any(b"k6003" in file.read_bytes() for file in Path(address, "objects").iterdir())
+    late = Follower(address, tmp_path / "late")
+    late.update()
+    check_same(gallery, late.folder)
+
+
+def test_an_index_of_a_later_version_leaves_the_copy_and_names_the_cure(
+    original: Gallery, address: str, follower: Follower
+) -> None:
+    follower.update()
+    before = version_of(follower.folder)
+    original.add(entries(range(400, 410)))
+    original.compact()
+    publish(original.path, address)
+    file = Path(address, "snapshot.json")
+    content = json.loads(file.read_text())
+    manifest = Path(address, "objects", content["segment_files"]["segment.json"]["sha256"])
+    data = json.dumps(json.loads(manifest.read_text()) | {"schema_version": 99}).encode()
+    digest = hashlib.sha256(data).hexdigest()
+    manifest.with_name(digest).write_bytes(data)
+    content["segment_files"]["segment.json"] = {"bytes": len(data), "sha256": digest}
+    file.write_text(json.dumps(content))
+    for _ in range(2):
+        with pytest.raises(GalleryCorruptError, match="Update Kinlens on this host"):
+            follower.update()
+    assert version_of(follower.folder) == before
+
+
+def test_a_store_of_an_earlier_version_is_published_anew_by_its_owner_alone(
+    original: Gallery, address: str, follower: Follower, tmp_path: Path
+) -> None:
+    file = Path(address, "snapshot.json")
+    content = json.loads(file.read_text())
+    for name in ("live", "deltas"):
+        del content[name]
+    file.write_text(json.dumps(content | {"schema_version": 1}))
+    with pytest.raises(GalleryCorruptError, match="publish the gallery again with this version"):
+        follower.update()
+    other = Gallery.create(tmp_path / "other", name="shop", bundle_id=BUNDLE, dim=DIM)
+    with pytest.raises(GalleryConflictError, match="belongs to another folder"):
+        publish(other.path, address)
+    publish(original.path, address)
+    follower.update()
+    check_same(original, follower.folder)
+
+
+def test_images_are_listed_once_and_uploaded_many_at_a_time(
+    gallery: Gallery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed")
+    from fsspec.asyn import AsyncFileSystem
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    requests: Counter[str] = Counter()
+    running: set[str] = set()
+    most = [0]
+    memory = MemoryFileSystem()
+
+    class Store(AsyncFileSystem):
+        """A store in memory, whose requests wait for each other."""
+
+        protocol = ("counted", "memory")
+        cachable = False
+
+        async def _pipe_file(self, path, value, mode="overwrite", **_):
+            requests["put"] += 1
+            running.add(path)
+            most[0] = max(most[0], len(running))
+            await asyncio.sleep(0)
+            memory.pipe_file(path, value)
+            running.remove(path)
+
+        async def _put_file(self, lpath, rpath, **_):
+            await self._pipe_file(rpath, Path(lpath).read_bytes())
+
+        async def _cat_file(self, path, **_):
+            requests["get"] += 1
+            return memory.cat_file(path)
+
+        async def _info(self, path, **_):
+            requests["info"] += 1
+            return memory.info(path)
+
+        async def _find(self, path, **_):
+            requests["list"] += 1
+            return memory.find(path)
+
+        async def _ls(self, path, detail=True, **_):
+            requests["list"] += 1
+            return memory.ls(path, detail=detail)
+
+    fsspec.register_implementation("counted", Store, clobber=True)
+    images = tmp_path / "images"
+    images.mkdir()
+    rows = []
+    for number, vector in enumerate(units(300)):
+        data = f"image {number}".encode()
+        (images / f"{number}.jpg").write_bytes(data)
+        rows.append(
+            Entry(
+                f"k{number}", vector, hashlib.sha256(data).hexdigest(), {}, f"{number}.jpg", "jpeg"
+            )
+        )
+    gallery.add(rows)
+    address = f"counted://{tmp_path}/published"
+    report = publish(gallery.path, address, with_images=True, image_root=images)
+    assert (report.pictures, report.missing_pictures) == (300, 0)
+    assert most[0] > 30
+    assert sum(requests.values()) < 320
+    requests.clear()
+    gallery.update({"k1": {"stock": 1}})
+    assert publish(gallery.path, address).pictures == 0
+    assert sum(requests.values()) < 20
+    assert publish(gallery.path, address, with_images=True).pictures == 0
+    memory.store.clear()
 
 
 def points_of(work: Callable[[], object]) -> list[str]:

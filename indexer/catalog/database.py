@@ -25,6 +25,7 @@ from kinlens.indexer.catalog.schema import (
     SQLITE_ERRORS,
     TABLES,
     VERSION,
+    StateRow,
     check_schema,
     error_code,
     read_error,
@@ -176,9 +177,9 @@ class Catalog:
         """Begin the transaction of a writer. Raises: GalleryCorruptError, OSError."""
         connection.execute("BEGIN IMMEDIATE")
         view = CatalogView(connection)
-        self._open_vectors(view)  # needs no retry: no compaction can commit during a write
+        row = self._open_vectors(view)  # needs no retry: no compaction can commit during a write
         if view.file is not None:
-            return CatalogWriter(connection, view.file)
+            return CatalogWriter(connection, view.file, row)
         file = self._convert(view)
         connection.execute("COMMIT")
         del file  # until now, it kept a compaction from deleting the vectors
@@ -205,7 +206,8 @@ class Catalog:
         for _ in range(_MAX_ATTEMPTS):
             view.connection.execute("BEGIN")
             try:
-                return self._open_vectors(view)
+                self._open_vectors(view)
+                return
             except FileNotFoundError:
                 view.connection.execute("ROLLBACK")
         raise GalleryCorruptError(
@@ -213,14 +215,17 @@ class Catalog:
             f"{RESTORE}."
         )
 
-    def _open_vectors(self, view: CatalogView) -> None:
-        """Open the file of vectors of a view. Raises: FileNotFoundError, GalleryCorruptError."""
-        name = view.file_name
-        if name is None:
-            return
-        view.file = VectorFile.open(self.path.parent / VECTORS / name, view.dim)
-        if not (self._writable or self._closed):
-            self._file = view.file  # keep it open; not in a writer, which may be idle for long
+    def _open_vectors(self, view: CatalogView) -> StateRow:
+        """Open the file of vectors of a view; returns its state.
+
+        Raises: FileNotFoundError, GalleryCorruptError.
+        """
+        row = view.state_row()
+        for name in row.vectors:
+            view.file = VectorFile.open(self.path.parent / VECTORS / name, row.dim)
+            if not (self._writable or self._closed):
+                self._file = view.file  # keep it open; not in a writer, which may be idle for long
+        return row
 
     def shrink(self) -> None:
         """Vacuum the file: unused pages still contain removed items, or vectors of an old version.

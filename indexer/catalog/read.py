@@ -133,25 +133,26 @@ class CatalogView:
 
     def state(self) -> State:
         """The current state."""
-        return State(*self._state()[:4])
+        return State(*self.state_row()[:4])
 
     @property
     def file_name(self) -> str | None:
         """The name of the file of vectors; None if the catalogue contains them."""
-        return next(iter(self._state().vectors), None)
+        return next(iter(self.state_row().vectors), None)
 
     @property
     def dim(self) -> int:
         """Length of a vector."""
-        return self._state().dim
+        return self.state_row().dim if self.file is None else self.file.dim
 
     def schema(self) -> Schema:
         """Every attribute that was ever used, with its type."""
-        return dict(sorted((name, type_) for _, name, type_, _ in self._names()))
+        return self._schema_of(self.state_row())
 
     def get(self, ids: Sequence[ItemId] | Ids) -> dict[ItemId, Item]:
         """The items with these ids; unknown ids are omitted."""
-        return {item.id: item for item in self._items(self._all(_ITEMS, _json_ids(ids)))}
+        rows = self._all(_ITEMS, _json_ids(ids)) if len(ids) else ()
+        return {item.id: item for item in self._items(rows)}
 
     def rows(self, ids: Sequence[ItemId], seq: int) -> dict[ItemId, Row] | None:
         """The columns that a search needs of the items with these ids; unknown ids are omitted.
@@ -206,7 +207,8 @@ class CatalogView:
         Raises: GalleryCorruptError for an unknown id.
         """
         wanted = np.asarray(ids, dtype=np.int64)
-        known, vectors = self._arrays(self._all(_SOME_VECTORS, _json_ids(wanted)))
+        rows = self._all(_SOME_VECTORS, _json_ids(wanted)) if len(wanted) else ()
+        known, vectors = self._arrays(rows)
         positions = find_sorted(wanted, known)
         if (positions < 0).any():
             raise damaged(self.connection, f"item {wanted[positions < 0][0]} has no vector")
@@ -395,21 +397,22 @@ class CatalogView:
 
     def _check_ids(self, count: int, total: int) -> None:
         """Check the number and the sum of ids of all items. Raises: GalleryCorruptError."""
-        row = self._state()
+        row = self.state_row()
         if (count, total) != (row.size, row.numbers):
             raise damaged(self.connection, f"{count:,} of {row.size:,} items were found")
 
-    def _state(self) -> StateRow:
+    def state_row(self) -> StateRow:
+        """The row of `state`, verified."""
         row = read_state(self.connection)
         if row is None or not _is_whole_state(row):
             raise damaged(self.connection, "its state does not fit its checksum")
         return row
 
-    def _names(self) -> list[Any]:
+    def _schema_of(self, row: StateRow) -> Schema:
         rows = self._all(NAMES)
-        if row_checksum(rows) != self._state().names:
+        if row_checksum(rows) != row.names:
             raise damaged(self.connection, "the names of attributes do not fit their checksum")
-        return rows
+        return dict(sorted((name, type_) for _, name, type_, _ in rows))
 
     def _items(self, rows: Sequence[tuple[Any, ...]]) -> list[Item]:
         return [

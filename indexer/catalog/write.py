@@ -20,8 +20,10 @@ from kinlens.indexer.catalog.entries import (
 )
 from kinlens.indexer.catalog.read import CatalogView
 from kinlens.indexer.catalog.schema import (
+    NAMES,
+    StateRow,
     item_checksum,
-    seal,
+    row_checksum,
     vector_checksum,
 )
 from kinlens.indexer.catalog.vectors import VectorFile
@@ -49,7 +51,10 @@ FROM items JOIN vectors ON vectors.id = items.id WHERE items.id = ?
 """
 _KEPT = "SELECT 1 FROM removed WHERE seq > ? OR (at > ? AND at <= ?) LIMIT 1"
 _ERASE = "DELETE FROM removed WHERE seq <= ? AND NOT (at > ? AND at <= ?)"
-_GROW = "UPDATE state SET size = size + ?, numbers = numbers + ?"
+_SET_STATE = """
+UPDATE state SET seq = ?, size = ?, segment = ?, segment_seq = ?, dim = ?, numbers = ?, names = ?,
+    vectors = ?, crc = ?
+"""
 _SET_TYPE = """
 INSERT INTO names (name, kind, total) VALUES (?1, ?2, 0) ON CONFLICT (name) DO UPDATE SET kind = ?2
 """
@@ -65,17 +70,19 @@ DELETE FROM names WHERE name NOT IN (
 class CatalogWriter(CatalogView):
     """A view that also writes; all changes have the same `seq`. Let exceptions end the block."""
 
-    __slots__ = ("_seq", "_types", "has_written", "is_used")
+    __slots__ = ("_row", "_seq", "_types", "has_written", "is_used")
 
     file: VectorFile
 
-    def __init__(self, connection: sqlite3.Connection, file: VectorFile) -> None:
+    def __init__(self, connection: sqlite3.Connection, file: VectorFile, row: StateRow) -> None:
+        """`row`: the state before this write, which is changed here and stored by `_seal`."""
         super().__init__(connection, file)
         self.has_written = False  # into the file of vectors
         self.is_used: Callable[[str], bool] = lambda _: True
         """Whether an item of the state before this write has the attribute."""
         self._seq: int | None = None
-        self._types: dict[str, AttributeType] = {**self.schema()}
+        self._row = row
+        self._types: dict[str, AttributeType] = {**self._schema_of(row)}
 
     def add(
         self,
@@ -123,7 +130,7 @@ class CatalogWriter(CatalogView):
             self._insert(added, self._as_stored(added, vectors[new]))
             for item, entry in updated:
                 self._set(item, entry.attributes, entry.path, entry.format)
-            seal(self.connection)
+            self._seal()
         return Written(
             added=len(new) - len(replaced),
             replaced=len(replaced),
@@ -165,7 +172,7 @@ class CatalogWriter(CatalogView):
                 self._set(item, attributes, item.path, item.format)
                 differ += 1
         if differ:
-            seal(self.connection)
+            self._seal()
         return differ
 
     def remove(self, ids: Sequence[ItemId] | Ids) -> int:
@@ -198,7 +205,7 @@ class CatalogWriter(CatalogView):
             self._learn(self._types_with({entry.key: entry.attributes for entry in entries}))
             self._insert(entries, vectors)
             self._many("DELETE FROM removed WHERE id = ?", [(item.id,) for item in items])
-            seal(self.connection)
+            self._seal()
         return [*self.get([*self.find([item.key for item in items]).values()]).values()]
 
     def _as_stored(self, entries: Sequence[Entry], vectors: Embeddings) -> Embeddings:
@@ -235,27 +242,27 @@ class CatalogWriter(CatalogView):
             self._many("DELETE FROM items WHERE id = ?", ids)
             self._many("DELETE FROM vectors WHERE id = ?", ids)
             self._many("INSERT INTO tombstones VALUES (?, ?)", [(seq, item.id) for item in items])
-            self.connection.execute(_GROW, (-len(items), -sum(item.id for item in items)))
-            seal(self.connection)
+            self._grow(-len(items), -sum(item.id for item in items))
+            self._seal()
 
     def retype(self, items: Iterable[Item], name: str, type_: AttributeType) -> None:
         """Give an attribute another type; `items` are all that have it, with their new values."""
         self._learn({name: type_})
         for item in items:
             self._set(item, item.attributes, item.path, item.format)
-        seal(self.connection)
+        self._seal()
 
     def forget(self, name: str) -> None:
         """Delete the name and type of an attribute that no item has."""
         self._next_seq()
         self.connection.execute("DELETE FROM names WHERE name = ?", (name,))
-        seal(self.connection)
+        self._seal(has_new_names=True)
 
     def forget_unused_names(self) -> None:
         """Delete attribute names that no item has, and their types. Reads every item."""
         self._next_seq()
         self.connection.execute(_FORGET_UNUSED)
-        seal(self.connection)
+        self._seal(has_new_names=True)
 
     def adopt_segment(
         self,
@@ -276,7 +283,7 @@ class CatalogWriter(CatalogView):
 
         Raises: InvalidParameterError if `seq` is before the current segment or in the future.
         """
-        state = self.state()
+        state = self._row
         if not state.segment_seq <= seq <= state.seq:
             raise InvalidParameterError(
                 f"Segment {name} is of state {seq}, the catalogue is between {state.segment_seq} "
@@ -284,7 +291,7 @@ class CatalogWriter(CatalogView):
             )
         if file is not None:
             self._move_vectors(file)
-        self.connection.execute("UPDATE state SET segment = ?, segment_seq = ?", (name, seq))
+        self._row = self._row._replace(segment=name, segment_seq=seq)
         self.connection.execute("DELETE FROM tombstones WHERE seq <= ?", (seq,))
         self.connection.execute("PRAGMA secure_delete = ON")  # overwrite freed pages, too
         if self._all(_KEPT, seq, *kept):
@@ -292,7 +299,7 @@ class CatalogWriter(CatalogView):
         else:  # without a condition, SQLite drops whole pages instead of single rows
             self.connection.execute("DELETE FROM removed")
         self.connection.execute("PRAGMA secure_delete = FAST")
-        seal(self.connection)
+        self._seal()
 
     def _insert(self, entries: Sequence[Entry], vectors: Embeddings) -> None:
         seq = self._next_seq()
@@ -308,7 +315,7 @@ class CatalogWriter(CatalogView):
             [(n, vector_checksum(n, vector.tobytes())) for n, vector in enumerate(vectors, first)],
         )
         total = sum(item_id for item_id, _ in with_ids)
-        self.connection.execute(_GROW, (len(entries), total))
+        self._grow(len(entries), total)
 
     def _set(self, item: Item, attributes: Attributes, path: str, format_: str) -> None:
         text = _attributes_text(attributes)
@@ -329,17 +336,31 @@ class CatalogWriter(CatalogView):
 
     def _learn(self, types: Mapping[str, AttributeType]) -> None:
         """Store new attribute names, and changed types."""
-        for name, type_ in types.items():
-            if self._types.get(name) != type_:
-                self.connection.execute(_SET_TYPE, (name, type_))
-                self._types[name] = type_
+        new = {name: type_ for name, type_ in types.items() if self._types.get(name) != type_}
+        if new:
+            self._next_seq()
+            self._many(_SET_TYPE, new.items())
+            self._types |= new
+            self._seal(has_new_names=True)
 
     def _next_seq(self) -> int:
         """The number of this write; incremented once, at its first change."""
         if self._seq is None:
-            rows = self._all("UPDATE state SET seq = seq + 1 RETURNING seq")
-            self._seq = int(rows[0][0])
+            self._seq = self._row.seq + 1
+            self._row = self._row._replace(seq=self._seq)
         return self._seq
+
+    def _grow(self, count: int, total: int) -> None:
+        """Count `count` more items, whose ids have the sum `total`."""
+        row = self._row
+        self._row = row._replace(size=row.size + count, numbers=row.numbers + total)
+
+    def _seal(self, has_new_names: bool = False) -> None:
+        """Store the state, with its checksums."""
+        if has_new_names:
+            self._row = self._row._replace(names=row_checksum(self._all(NAMES)))
+        *columns, [vectors], _ = self._row
+        self.connection.execute(_SET_STATE, (*columns, vectors, self._row.checksum))
 
     def _move_vectors(self, file: VectorFile) -> None:
         """Append later vectors to `file` and make it the file of this catalogue."""
@@ -349,7 +370,7 @@ class CatalogWriter(CatalogView):
             last = rows[-1][0]
         file.lengthen(self.last_given())
         file.sync()
-        self.connection.execute("UPDATE state SET vectors = ?", (file.name,))
+        self._row = self._row._replace(vectors=(file.name,))
 
     def _many(self, sql: str, rows: Iterable[tuple[Any, ...]]) -> None:
         self.connection.executemany(sql, rows)

@@ -99,6 +99,27 @@ def test_a_wrong_attribute_is_named_and_nothing_is_written(gallery: Gallery) -> 
     assert (gallery.version, gallery.schema(), [*gallery.items()]) == before
 
 
+def test_one_add_takes_eight_statements_besides_the_transaction(tmp_path, monkeypatch) -> None:
+    seen: list[str] = []
+
+    def traced(*arguments: Any, **options: Any) -> sqlite3.Connection:
+        connection = connect(*arguments, **options)
+        connection.set_trace_callback(seen.append)
+        return connection
+
+    connect = sqlite3.connect
+    monkeypatch.setattr(sqlite3, "connect", traced)
+    with closing(
+        Gallery.create(tmp_path / "shop", name="shop", bundle_id=BUNDLE, dim=len(UNIT))
+    ) as gallery:
+        gallery.add([entry("first", UNIT, {"a": 1})])
+        seen.clear()
+        gallery.add([entry("second", UNIT, {"a": 2})])
+        assert (seen[0], seen[-1]) == ("BEGIN IMMEDIATE", "COMMIT")
+        assert 4 <= len(seen) - 2 <= 9  # one more to compare with a vector of equal content
+        assert gallery.size == 2
+
+
 def test_a_prefix_is_compared_letter_by_letter_also_at_the_ends_of_unicode(gallery) -> None:
     texts = ["a", "ab", "a%", "A", "b", "\ud7ffx", "\ue000", "\U0010ffff", "\U0010ffffz", "é", "e"]
     gallery.add([entry(text, UNIT) for text in texts])

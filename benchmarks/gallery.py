@@ -35,9 +35,8 @@ from kinlens.indexer.folder.layout import GalleryFolder
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.index.index_types import INDEX_TYPES
 from kinlens.indexer.index.plan import IndexSettings
-from kinlens.indexer.index.segment import INDEX, read_manifest
+from kinlens.indexer.index.segment import INDEX, SEGMENTS, read_manifest
 from kinlens.indexer.index.tune import recall_at
-from kinlens.indexer.live.compaction import SEGMENTS
 from kinlens.indexer.types import Ids, SearchOptions
 
 K, BATCH, RECALL = 10, 256, 0.98

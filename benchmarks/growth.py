@@ -144,7 +144,7 @@ def disk_mb(path: Path) -> Figures:
     }
     for file in generation.rglob("*"):
         if file.is_file():
-            kind = "columns, MB" if file.name == "columns.bin" else kinds.get(file.suffix)
+            kind = "columns, MB" if file.parent.name == "columns" else kinds.get(file.suffix)
             total[kind or "catalogue, MB"] += file.stat().st_blocks * 512 / 1e6
     return total
 

@@ -23,6 +23,16 @@ def positions_in(bits: Bits, size: int) -> Ids:
     return np.flatnonzero(np.unpackbits(bits, count=size, bitorder="little").view(np.bool_))
 
 
+def first_positions(bits: Bits, start: int, limit: int | None) -> Ids:
+    """Up to `limit` positions from `start` on that are in the set, ascending."""
+    own = bits[start // 8 :]
+    if limit is not None:  # the first 8 positions may be before `start`
+        counts = np.cumsum(np.bitwise_count(own), dtype=np.int64)
+        own = own[: int(np.searchsorted(counts, limit + 8)) + 1]
+    found = positions_in(own, 8 * len(own)) + start // 8 * 8
+    return found[found >= start][:limit]
+
+
 def count_of(bits: Bits, size: int) -> int:
     """Number of positions below `size` that are in the set."""
     whole, rest = divmod(size, 8)

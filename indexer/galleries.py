@@ -19,11 +19,12 @@ from kinlens.indexer.folder.layout import UPLOADS, GalleryFolder
 from kinlens.indexer.folder.manifest import GalleryFacts as GalleryFacts
 from kinlens.indexer.folder.manifest import GalleryManifest, read_manifest
 from kinlens.indexer.index.gpu import gpu_memory as gpu_memory
+from kinlens.indexer.index.segment import SEGMENTS
 from kinlens.indexer.live.backup import BackupReport as BackupReport
 from kinlens.indexer.live.backup import check_backup as check_backup
 from kinlens.indexer.live.backup import restore_backup as restore_backup
 from kinlens.indexer.live.backup import write_backup as write_backup
-from kinlens.indexer.live.compaction import CATALOG, SEGMENTS
+from kinlens.indexer.live.compaction import CATALOG
 from kinlens.indexer.live.compaction import KEEP_REMOVED_S as KEEP_REMOVED_S
 from kinlens.indexer.types import Consistency, OnCall, milvus_address, unobserved
 from kinlens.values import AttributeType, AttributeValue

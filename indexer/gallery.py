@@ -26,11 +26,10 @@ from kinlens.indexer.folder.manifest import (
     read_manifest,
     write_manifest,
 )
-from kinlens.indexer.index.segment import HASHED_BELOW
+from kinlens.indexer.index.segment import HASHED_BELOW, SEGMENTS
 from kinlens.indexer.live.compaction import (
     CATALOG,
     KEEP_REMOVED_S,
-    SEGMENTS,
     compact,
 )
 from kinlens.indexer.live.snapshot import SnapshotKeeper

@@ -15,12 +15,13 @@ from kinlens.embedder.types import Embeddings
 from kinlens.indexer.catalog.database import Catalog, catalog_view
 from kinlens.indexer.catalog.entries import normalised, norms_of
 from kinlens.indexer.catalog.read import CatalogView
+from kinlens.indexer.columns.checkpoint import load_columns
 from kinlens.indexer.folder.layout import GalleryFolder
 from kinlens.indexer.folder.manifest import read_manifest
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.images import source_bytes
-from kinlens.indexer.index.segment import Segment
-from kinlens.indexer.live.compaction import CATALOG, SEGMENTS
+from kinlens.indexer.index.segment import SEGMENTS
+from kinlens.indexer.live.compaction import CATALOG
 from kinlens.indexer.live.ranking import check_search
 from kinlens.indexer.live.snapshot import open_segment
 from kinlens.indexer.types import SAME_SCORE, Ids, Item, Progress, Scores, SearchOptions
@@ -59,36 +60,35 @@ def check_files(path: Path | str) -> None:
                     "from the catalogue: kinlens-index compact GALLERY --rebuild."
                 )
             try:
-                opened = open_segment(generation / SEGMENTS / segment, "cpu", verify_hashes=True)
+                open_segment(generation / SEGMENTS / segment, "cpu", verify_hashes=True)
             except FileNotFoundError:
                 missing = segment  # retry once: a compaction may have replaced it
                 continue
             with catalog.reading() as view:
                 if view.state().segment == segment:
-                    _check_columns(view, opened)
+                    _check_columns(generation, view)
                     break
 
 
-def _check_columns(view: CatalogView, segment: Segment) -> None:
-    """Compare the attribute columns with the catalogue, for items unchanged since the segment."""
-    if segment.columns is None:
-        return
-    changed = view.changed_since(view.state().segment_seq)
+def _check_columns(generation: Path, view: CatalogView) -> None:
+    """Compare the stored attribute columns with the catalogue."""
+    columns = load_columns(generation, view)
     for ids, attributes in view.attributes():
-        rows = segment.positions_of(ids)
-        is_same = (rows >= 0) & ~np.isin(ids, changed)
-        own = [some for some, same in zip(attributes, is_same, strict=True) if same]
-        names = {*segment.columns.names}.union(*own)
-        for name in names:
-            column = segment.columns.get(name)
-            found = [[]] * len(own) if column is None else column.values_at(rows[is_same])
-            for number, some, values in zip(ids[is_same].tolist(), own, found, strict=True):
+        rows = columns.row_ids.rows_of(ids)
+        for name, column in columns.columns.items():
+            found = column.values_at(rows)
+            for number, some, values in zip(ids.tolist(), attributes, found, strict=True):
                 if {*values} != {*values_in(some.get(name))}:
                     raise GalleryCorruptError(
                         f"The column {name!r} of the index has {values!r:.80} for item {number}, "
                         f"which has {some.get(name)!r:.80}. Rebuild the index: kinlens-index "
                         "compact GALLERY --rebuild."
                     )
+        for name in {name for some in attributes for name in some} - columns.columns.keys():
+            raise GalleryCorruptError(
+                f"The index has no column {name!r}. Rebuild the index: kinlens-index compact "
+                "GALLERY --rebuild."
+            )
 
 
 def size_of(path: Path | str) -> int:

@@ -1,52 +1,63 @@
-"""The attributes of a segment as columns, for filters, facets, groups and sorting.
+"""The attributes of a gallery as columns, for filters, facets, groups and sorting.
 
-A column has the distinct values of one attribute, ascending, and for each row (position of the
-segment) the code of its value. At 10 million rows, a column with few values takes 10 MB, and a
-condition on it about 10 ms.
+A row of a column is a row of the file of vectors. A column has a code for each row: the number of
+its value in a dictionary, from 1 on; 0 means no value. Codes are in chunks of `CHUNK` rows. Columns
+are immutable: a change copies the chunks that differ and shares all others with the earlier state.
 
-The memory-mapped file contains arrays, aligned to 64 bytes, then a directory in JSON, then the
-length of the directory in 8 bytes.
+columns/<name of the file of vectors>.bin is a checkpoint of the columns, which is memory-mapped. It
+contains arrays, aligned to 64 bytes, a directory in JSON, its length and its CRC in 8 bytes each.
+The catalogue is the truth: a missing or damaged checkpoint is built again from it. Segments of
+earlier versions have a columns.bin of the same arrays, with an older directory and without the CRC.
 """
 
 import json
-import threading
+import zlib
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kinlens.embedder.durable import FileFacts, HashedFile
+from kinlens.embedder.durable import rename, staged, sync
 from kinlens.embedder.errors import GalleryCorruptError
-from kinlens.indexer.attributes import Schema
-from kinlens.indexer.bits import Bits, count_of, empty_bits, packed_bits, positions_in
-from kinlens.indexer.columns.values import Values, from_arrays, joined, packed, spliced, to_arrays
+from kinlens.indexer.bits import Bits, count_of, packed_bits
+from kinlens.indexer.catalog.vectors import RowIds
+from kinlens.indexer.columns.values import Values, from_arrays, packed, spliced, to_arrays
 from kinlens.indexer.types import Ids
 from kinlens.values import AttributeType, AttributeValue, Scalar
 
 COLUMN_BYTES = 40
 """Bytes per item with five attributes."""
 
+CHUNK = 2**16
+"""Rows of a chunk: small enough to copy at each change, and to stay in the cache of the CPU."""
+
+MIN_LATER = 4096
+"""Values that are always kept unsorted next to the sorted ones; of many, also one in 16."""
+
 _ALIGNED = 64
-_SPARSE = 8  # a column is sparse if fewer than one row in 8 has the attribute
+_SPARSE = 8  # a chunk is sparse if fewer than one row in 8 has the attribute
 _LOOKUP_RATIO = 16  # fewer than one row in 16 are looked up one by one
 _MAX_COMPARED_SPANS = 4  # up to this number of spans, comparing is faster than a lookup table
-CHUNK = 2**18  # rows or codes processed at a time, so that intermediate arrays stay in the cache
-MERGED_AT_ONCE = 500_000  # values that are Python objects at the same time during a merge
+_MAX_KNOWN = 2**16  # sorted values that are also kept in a dict
+_MAX_COUNTS = 2**18  # codes up to which a change updates counts instead of counting all rows
+_VERIFIED_BELOW = 64 * 2**20  # bytes of a file whose checksum is verified
 _CURE = "Rebuild it from the catalogue: kinlens-index compact GALLERY --rebuild."
 
 Attributes = Mapping[str, AttributeValue]
 Codes = NDArray[np.unsignedinteger[Any]]
+Find = Callable[[Codes], NDArray[np.bool_]]
 Span = tuple[int, int]
 """A range of codes: the first, and the one after the last."""
 
 
 class Chosen:
-    """A selection of rows of a segment of `size` rows."""
+    """A selection of the rows below `size`."""
 
     def __init__(self, bits: Bits, size: int) -> None:
         self.bits = bits
@@ -68,70 +79,253 @@ class Chosen:
         return count_of(self.bits, self.size)
 
 
-@dataclass(frozen=True, slots=True)
-class Column:
-    """One attribute of a segment.
+class Dictionary:
+    """The distinct values of a column. Only grows, so all states of a column share it. Thread safe.
 
-    values: the distinct values (V,), ascending.
-    counts: the number of rows (V,) with each value.
-    present: the number of rows with any value.
-    codes: index of a value + 1; 0 means no value. A dense column has one code per row.
-    rows: None for a dense column. A sparse column has the row of each code, ascending; a row with
-        several values occurs once for each.
+    values: the first values (V,), ascending, with the codes 1 to V.
+    later: values with the codes from V + 1 on, in the order in which they were added.
     """
 
-    type: AttributeType
-    values: Values
-    counts: NDArray[np.integer[Any]]
-    present: int
-    codes: Codes
-    rows: NDArray[np.uint32] | None
+    def __init__(self, type_: AttributeType, values: Values) -> None:
+        self.type = type_
+        self.values = values
+        self.later: list[Scalar] = []
+        self._codes: dict[Scalar, int] = {}
+        self._is_filled = False
+        self._sorted: tuple[list[Scalar], Ids] = [], np.empty(0, np.int64)
+        self._lock = Lock()
 
-    def having(self, spans: Sequence[Span], size: int, *, others: bool = False) -> Bits:
-        """Bitmap of the rows with a value in one of these spans of codes.
+    def __len__(self) -> int:
+        return len(self.values) + len(self.later)
 
-        others: rows with a value outside the spans instead; in a dense column also rows without a
-            value.
-        """
-        find = _finder(spans, len(self.values), others)
+    def value(self, code: int) -> Scalar:
+        """The value with this code."""
+        first = len(self.values)
+        return self.values[code - 1] if code <= first else self.later[code - 1 - first]
+
+    def codes_of(self, values: Iterable[Scalar]) -> dict[Scalar, int]:
+        """The codes of these values; new values are added."""
+        with self._lock:
+            if not self._is_filled and len(self.values) <= _MAX_KNOWN:
+                self._codes |= {value: code for code, value in enumerate(self.values, 1)}
+                self._is_filled = True
+            return {value: self._code_of(value) for value in values}
+
+    def _code_of(self, value: Any) -> int:
+        code = self._codes.get(value)
+        if code is None and not self._is_filled:
+            index = bisect_left(self.values, value)
+            if index < len(self.values) and self.values[index] == value:
+                return index + 1
+        if code is None:
+            self.later.append(value)
+            code = self._codes[value] = len(self)
+        return code
+
+    def sorted_later(self) -> tuple[list[Scalar], Ids]:
+        """The later values, ascending, and their codes."""
+        with self._lock:
+            if len(self._sorted[0]) < len(self.later):
+                first, order = len(self.values) + 1, list(range(len(self.later)))
+                order.sort(key=self.later.__getitem__)
+                self._sorted = [self.later[n] for n in order], np.array(order, np.int64) + first
+            return self._sorted
+
+
+class Chunk:
+    """The codes of `CHUNK` rows, of which the last may be omitted if they have no value.
+
+    rows: None for a dense chunk, which has one code per row. A sparse chunk has the row of each
+        code, counted within the chunk, ascending; a row with several values occurs once for each.
+    """
+
+    def __init__(self, codes: Codes, rows: NDArray[np.uint32] | None = None) -> None:
+        self.codes = codes
+        self.rows = rows
+
+    @classmethod
+    def of(cls, rows: NDArray[np.uint32], codes: Codes, size: int) -> "Chunk | None":
+        """A chunk of `size` rows from entries (E,) with a row and a code each; None without."""
+        if not len(rows):
+            return None
+        codes = codes.astype(np.min_scalar_type(int(codes.max())))
+        if _SPARSE * len(rows) < size or bool((rows[1:] == rows[:-1]).any()):
+            return cls(codes, rows)
+        dense = np.zeros(size, codes.dtype)
+        dense[rows] = codes
+        return cls(dense)
+
+    @cached_property
+    def present(self) -> int:
+        """Number of rows with a value."""
         if self.rows is None:
-            parts = [packed_bits(find(codes)) for (codes,) in _parts(self.codes)]
-            return np.concatenate([np.empty(0, np.uint8), *parts])
-        flags = np.zeros(size, np.bool_)
-        for codes, rows in _parts(self.codes, self.rows):
-            # Indexing with a boolean mask takes three times as long.
-            flags[rows.take(np.flatnonzero(find(codes)))] = True
+            return int(np.count_nonzero(self.codes))
+        return int(np.count_nonzero(np.diff(self.rows, prepend=np.uint32(2**32 - 1))))
+
+    def entries(self) -> tuple[NDArray[np.uint32], Codes]:
+        """The row and the code of each value (E,)."""
+        if self.rows is not None:
+            return self.rows, self.codes
+        rows = np.flatnonzero(self.codes).astype(np.uint32)
+        return rows, self.codes[rows]
+
+    def having(self, find: Find) -> Bits:
+        """Bitmap of the rows with a code that `find` accepts, at most `CHUNK` bits."""
+        if self.rows is None:
+            return packed_bits(find(self.codes))
+        flags = np.zeros(CHUNK, np.bool_)
+        # Indexing with a boolean mask takes three times as long.
+        flags[self.rows.take(np.flatnonzero(find(self.codes)))] = True
         return packed_bits(flags)
 
-    def counted(self, chosen: Chosen) -> tuple[NDArray[np.int64], int]:
-        """The number of chosen rows with each value (V,), and with any value."""
-        if self.rows is None:
-            if _LOOKUP_RATIO * chosen.count < chosen.size or len(self.values) > CHUNK:
-                found = self._counts([self.codes.take(chosen.rows)])
-            else:  # set the codes of all other rows to 0
-                parts = (codes * flags for codes, flags in _parts(self.codes, chosen.flags))
-                found = self._counts(parts)
-            return found[1:], int(found[1:].sum())
-        if _LOOKUP_RATIO * chosen.count < len(self.rows):
-            starts, ends = self._ranges(chosen.rows)
-            lengths = ends - starts
-            shifts = starts - (np.cumsum(lengths) - lengths)
-            positions = np.repeat(shifts, lengths) + np.arange(int(lengths.sum()))
-            return self._counts([self.codes.take(positions)])[1:], int(np.count_nonzero(lengths))
-        present, last = 0, np.uint32(2**32 - 1)
-        sparse = []
-        for codes, rows in _parts(self.codes, self.rows):
-            is_chosen = chosen.flags.take(rows)
-            present += int(np.count_nonzero(is_chosen & (np.diff(rows, prepend=last) != 0)))
-            sparse.append(codes * is_chosen)
-            last = rows[-1]
-        return self._counts(sparse)[1:], present
+    def at(self, rows: Ids) -> tuple[Codes, int]:
+        """The codes of these rows (N,), and the number of them that have a value."""
+        starts, ends = self.ranges(rows)
+        lengths = ends - starts
+        shifts = starts - (np.cumsum(lengths) - lengths)
+        codes = self.codes.take(np.repeat(shifts, lengths) + np.arange(int(lengths.sum())))
+        return codes, int(np.count_nonzero(codes if self.rows is None else lengths))
 
-    def _counts(self, parts: Iterable[Codes]) -> NDArray[np.int64]:
-        """How often each code (V + 1,) occurs in the parts."""
-        found = np.zeros(len(self.values) + 1, np.int64)
+    def among(self, flags: NDArray[np.bool_]) -> tuple[Codes, int]:
+        """The codes of the rows in a mask of this chunk, and the number of rows with a value.
+
+        The codes of all other rows are 0.
+        """
+        if self.rows is None:
+            size = min(len(flags), len(self.codes))
+            codes = self.codes[:size] * flags[:size]
+            return codes, int(np.count_nonzero(codes))
+        is_chosen = flags.take(self.rows)
+        is_first = np.diff(self.rows, prepend=np.uint32(2**32 - 1)) != 0
+        return self.codes * is_chosen, int(np.count_nonzero(is_chosen & is_first))
+
+    def ranges(self, rows: Ids) -> tuple[Ids, Ids]:
+        """The start and end of the codes of each of these rows (N,)."""
+        if self.rows is None:
+            starts = np.minimum(rows, len(self.codes))
+            return starts, np.minimum(rows + 1, len(self.codes))
+        # Convert these rows, or searchsorted would convert all of `self.rows`.
+        own = rows.astype(self.rows.dtype)
+        return np.searchsorted(self.rows, own, "left"), np.searchsorted(self.rows, own, "right")
+
+    def changed(
+        self, touched: Ids, rows: NDArray[np.uint32], codes: Codes, size: int
+    ) -> tuple["Chunk | None", Codes]:
+        """This chunk, now of `size` rows, with new entries of the `touched` rows (T,), ascending.
+
+        Returns the chunk itself if nothing differs. The second result are the earlier codes of the
+        touched rows.
+        """
+        if self.rows is None and not bool((rows[1:] == rows[:-1]).any()):
+            known = self.codes
+            if len(known) < size:
+                known = np.concatenate([known, np.zeros(size - len(known), known.dtype)])
+            new = np.zeros(len(touched), np.uint32)
+            new[np.searchsorted(touched, rows)] = codes
+            before = known[touched]
+            if np.array_equal(before, new):
+                return self, before
+            wider = np.promote_types(known.dtype, np.min_scalar_type(int(new.max())))
+            known = known.astype(wider)
+            known[touched] = new
+            return Chunk(known), before
+        own_rows, own_codes = self.entries()
+        flags = np.zeros(CHUNK, np.bool_)
+        flags[touched] = True
+        is_touched = flags[own_rows]
+        before = own_codes[is_touched]
+        if np.array_equal(own_rows[is_touched], rows) and np.array_equal(before, codes):
+            return self, before
+        all_rows = np.concatenate([own_rows[~is_touched], rows])
+        all_codes = np.concatenate([own_codes[~is_touched], codes])
+        order = np.argsort(all_rows, kind="stable")
+        return Chunk.of(all_rows[order], all_codes[order], size), before
+
+
+_NOTHING = Chunk(np.empty(0, np.uint8), np.empty(0, np.uint32))
+
+
+class Column:
+    """One attribute of one state.
+
+    dictionary: the distinct values; the first `codes` of them belong to this state.
+    chunks: None for a chunk without values.
+    """
+
+    def __init__(
+        self,
+        dictionary: Dictionary,
+        chunks: Sequence[Chunk | None],
+    ) -> None:
+        self.dictionary = dictionary
+        self.codes = len(dictionary)
+        self.chunks = chunks
+
+    @classmethod
+    def of(
+        cls, dictionary: Dictionary, rows: NDArray[np.integer], codes: Codes, size: int
+    ) -> "Column":
+        """A column of `size` rows from entries (E,) with a row, ascending, and a code each."""
+        chunks = []
+        for start, first, end in _starts(rows, size):
+            own = (rows[first:end] - start).astype(np.uint32)
+            chunks.append(Chunk.of(own, codes[first:end], min(CHUNK, size - start)))
+        return cls(dictionary, chunks)
+
+    @property
+    def type(self) -> AttributeType:
+        """The type of its values."""
+        return self.dictionary.type
+
+    @cached_property
+    def counts(self) -> NDArray[np.int64]:
+        """The number of rows (codes,) with each value, including rows of removed items."""
+        return self._count([chunk.codes for chunk in self.chunks if chunk is not None])
+
+    @cached_property
+    def present(self) -> int:
+        """The number of rows with any value."""
+        return sum(chunk.present for chunk in self.chunks if chunk is not None)
+
+    def chunk(self, index: int) -> Chunk | None:
+        """The chunk with this index."""
+        return self.chunks[index] if index < len(self.chunks) else None
+
+    def entries(self) -> tuple[Ids, Codes]:
+        """The row and the code of each value (E,), rows ascending."""
+        rows, codes = [np.empty(0, np.int64)], [np.empty(0, np.uint8)]
+        for index, chunk in enumerate(self.chunks):
+            own, some = (chunk or _NOTHING).entries()
+            rows.append(own.astype(np.int64) + index * CHUNK)
+            codes.append(some)
+        return np.concatenate(rows), np.concatenate(codes)
+
+    def counted(self, chosen: Chosen) -> tuple[NDArray[np.int64], int]:
+        """The number of chosen rows with each value (codes,), and with any value."""
+        if _LOOKUP_RATIO * chosen.count < chosen.size:
+            parts = [chunk.at(rows) for chunk, rows in self._chunks_of(chosen.rows)]
+        else:
+            parts = [
+                chunk.among(chosen.flags[index * CHUNK : (index + 1) * CHUNK])
+                for index, chunk in enumerate(self.chunks)
+                if chunk is not None
+            ]
+        return self._count([codes for codes, _ in parts]), sum(present for _, present in parts)
+
+    def _chunks_of(self, rows: Ids) -> Iterator[tuple[Chunk, Ids]]:
+        """The chunks of these rows, ascending, and the rows counted within each chunk."""
+        for start, first, end in _starts(rows, len(self.chunks) * CHUNK):
+            chunk = self.chunks[start // CHUNK]
+            if chunk is not None and first < end:
+                yield chunk, rows[first:end] - start
+
+    def _count(self, parts: Sequence[Codes]) -> NDArray[np.int64]:
+        """How often each code (codes,) except 0 occurs in the parts."""
+        found = np.zeros(self.codes + 1, np.int64)
+        if self.codes > CHUNK and parts:  # one pass over the counts instead of one per part
+            parts = [np.concatenate(parts)]
         for part in parts:
-            if part.dtype == np.uint8 and len(part) == CHUNK:
+            if part.dtype == np.uint8 and len(part) == CHUNK and not CHUNK % 2:
                 # Counting pairs of codes takes half as long.
                 pairs = np.bincount(part.view(np.uint16), minlength=2**16).reshape(2**8, 2**8)
                 counts = np.trim_zeros(pairs.sum(axis=0) + pairs.sum(axis=1), "b")
@@ -140,380 +334,296 @@ class Column:
             if len(counts) > len(found):
                 raise GalleryCorruptError(f"A column of the index has unknown values. {_CURE}")
             found[: len(counts)] += counts
-        return found
-
-    def _ranges(self, rows: Ids) -> tuple[Ids, Ids]:
-        """The start and end of the codes of each of these rows (N,)."""
-        if self.rows is None:
-            return rows, rows + 1
-        # Convert these rows, or searchsorted would convert all of `self.rows`.
-        own = rows.astype(self.rows.dtype)
-        return np.searchsorted(self.rows, own, "left"), np.searchsorted(self.rows, own, "right")
-
-    def first(
-        self, chosen: Chosen, count: int, descending: bool
-    ) -> tuple[Ids, NDArray[np.int64], Bits, int]:
-        """At least `count` chosen rows with the lowest values, or the highest if `descending`.
-
-        Many rows may share the last code that is needed, so these are returned as a bitmap. Returns
-        the rows with better codes, their codes, the bitmap and the last code; 0 if it is not
-        needed.
-        """
-        size, end = chosen.size, len(self.values) + 1
-        counts = self.counts if chosen.count == size else self.counted(chosen)[0]
-        cumulative = np.cumsum(counts[::-1] if descending else counts, dtype=np.int64)
-        wanted = count
-        while True:
-            step = int(np.searchsorted(cumulative, wanted))  # number of better codes
-            code = 0 if step == len(cumulative) else (end - 1 - step if descending else 1 + step)
-            span = (end - step, end) if descending else (1, 1 + step)
-            better = self.having([span], size) & chosen.bits
-            found = count_of(better, size)
-            equal = empty_bits(size)
-            if code:
-                equal = self.having([(code, code + 1)], size) & chosen.bits & ~better
-            if not code or found + count_of(equal, size) >= count:
-                rows = positions_in(better, size)
-                return rows, self._ends_at(rows, descending), equal, code
-            wanted *= 2  # rows with several values are counted more than once
-
-    def _ends_at(self, rows: Ids, highest: bool) -> NDArray[np.int64]:
-        """The lowest or highest code of each of these rows (N,); each must have a value."""
-        starts, ends = self._ranges(rows)
-        found = self.codes[starts].astype(np.int64)
-        chosen = np.maximum if highest else np.minimum
-        for step in range(1, int((ends - starts).max(initial=0))):
-            has_step = starts + step < ends
-            found[has_step] = chosen(found[has_step], self.codes[starts[has_step] + step])
-        return found
+        return found[1:]
 
     def values_at(self, rows: Ids) -> list[list[Scalar]]:
-        """The values of each of these rows (N,)."""
-        starts, ends = self._ranges(rows)
-        return [
-            [self.values[code - 1] for code in self.codes[start:end].tolist() if code]
-            for start, end in zip(starts.tolist(), ends.tolist(), strict=True)
-        ]
+        """The values of each of these rows (N,), ascending rows."""
+        found: list[list[Scalar]] = [[] for _ in range(len(rows))]
+        for start, first, end in _starts(rows, len(self.chunks) * CHUNK):
+            chunk = self.chunks[start // CHUNK]
+            if chunk is None or first == end:
+                continue
+            ranges = zip(*(a.tolist() for a in chunk.ranges(rows[first:end] - start)), strict=True)
+            for place, (one, stop) in enumerate(ranges, first):
+                codes = chunk.codes[one:stop].tolist()
+                found[place] = [self.dictionary.value(code) for code in codes if code]
+        return found
 
+    def in_order(self) -> Ids:
+        """The codes (codes,), ascending by their values."""
+        first = np.arange(1, len(self.dictionary.values) + 1)
+        values, codes = self.later()
+        places = [bisect_left(self.dictionary.values, value) for value in values]
+        return np.insert(first, places, codes)
 
-class Columns:
-    """The columns of a segment of `size` rows, by attribute. Loaded lazily. Thread safe."""
+    def later(self) -> tuple[list[Any], Ids]:
+        """The later values of this state, ascending, and their codes."""
+        values, codes = self.dictionary.sorted_later()
+        if len(self.dictionary.values) + len(values) == self.codes:
+            return values, codes
+        is_own = codes <= self.codes  # a later state has added more
+        return [v for v, own in zip(values, is_own.tolist(), strict=True) if own], codes[is_own]
 
-    def __init__(self, size: int, columns: Mapping[str, Column]) -> None:
-        self.size = size
-        self._columns = dict(columns)
+    def changed(self, touched: Ids, rows: Ids, values: Sequence[Scalar], size: int) -> "Column":
+        """This column, now of `size` rows, with new values of the `touched` rows, ascending.
 
-    @classmethod
-    def open(cls, path: Path, size: int) -> "Columns":
-        """Open and memory-map the file of a segment. Raises: GalleryCorruptError."""
-        return _Mapped(path, size)
-
-    @property
-    def names(self) -> Sequence[str]:
-        """The attributes that some row has."""
-        return [*self._columns]
-
-    def get(self, name: str) -> Column | None:
-        """The column of an attribute; None if no row has it."""
-        return self._columns.get(name)
-
-    def of_types(self, types: Schema) -> "Columns":
-        """These columns without attributes that have other types by now; no item has their values.
-
-        types: the types of the attributes.
+        rows: the row (E,), ascending, of each of the `values`.
         """
-        columns = {name: column for name in self.names if (column := self.get(name)) is not None}
-        if all(types.get(name, column.type) == column.type for name, column in columns.items()):
+        known = self.dictionary.codes_of(dict.fromkeys(values))
+        codes = np.fromiter(map(known.__getitem__, values), np.uint32, len(values))
+        chunks = [*self.chunks]
+        chunks += [None] * (-(-size // CHUNK) - len(chunks))
+        before: list[Codes] = []
+        entries = [(first, end) for _, first, end in _starts(rows, size)]
+        for index, (start, first, end) in enumerate(_starts(touched, size)):
+            if first == end:
+                continue
+            own = slice(*entries[index])
+            chunks[index], replaced = (chunks[index] or _NOTHING).changed(
+                touched[first:end] - start,
+                (rows[own] - start).astype(np.uint32),
+                codes[own],
+                min(CHUNK, size - start),
+            )
+            chunks[index] = None if chunks[index] is _NOTHING else chunks[index]
+            before.append(replaced)
+        later = Column(self.dictionary, chunks)
+        if "counts" in self.__dict__ and later.codes <= _MAX_COUNTS:
+            later.counts = later._count([codes]) - later._count(before)
+            later.counts[: self.codes] += self.counts
+        return later
+
+    def merged(self, *, at_least: int = 1) -> "Column":
+        """This column with all values sorted, without unused ones, if that many are not."""
+        base = self.dictionary.values
+        values, codes = self.later()
+        if len(values) < at_least:
             return self
-        fit = {name: column for name, column in columns.items() if types.get(name) == column.type}
-        return Columns(self.size, fit)
+        used = np.concatenate([[False], self.counts > 0])
+        kept, fresh = used[1 : len(base) + 1], used[codes]
+        values = [value for value, is_used in zip(values, fresh.tolist(), strict=True) if is_used]
+        places = np.array([bisect_left(base, value) for value in values], np.int64)
+        sums = np.concatenate([[0], np.cumsum(kept)])
+        # The new code of a value is the number of kept and of inserted values up to it.
+        table = np.zeros(self.codes + 1, np.uint32)
+        table[1 : len(base) + 1] = sums[1:] + np.searchsorted(places, np.arange(len(base)), "right")
+        table[codes[fresh]] = sums[places] + np.arange(len(places)) + 1
+        sorted_ = spliced(base, kept, places, packed(values, self.type), self.type)
+        table = table.astype(np.min_scalar_type(len(sorted_)))
+        chunks = [chunk and Chunk(table[chunk.codes], chunk.rows) for chunk in self.chunks]
+        counts = np.zeros(len(sorted_), np.int64)
+        counts[table[used.nonzero()[0]].astype(np.int64) - 1] = self.counts[used[1:]]
+        merged = Column(Dictionary(self.type, sorted_), chunks)
+        merged.counts = counts
+        return merged
 
 
-class _Mapped(Columns):
-    def __init__(self, path: Path, size: int) -> None:
-        super().__init__(size, {})
-        self._path = path
-        self._lock = threading.Lock()
-        try:
-            self._data: NDArray[np.uint8] = np.asarray(np.memmap(path, np.uint8, "r"))
-            length = int(self._data[-8:].view("<u8")[0])
-            directory = json.loads(self._data[-8 - length : -8].tobytes())
-            self._directory: dict[str, dict[str, Any]] = dict(directory)
-        except (OSError, ValueError, TypeError) as error:
-            raise self._damaged(error) from error
+@dataclass(frozen=True)
+class Columns:
+    """The attributes of all items of one state.
 
-    @property
-    def names(self) -> Sequence[str]:
-        return [*self._directory]
-
-    def get(self, name: str) -> Column | None:
-        with self._lock:
-            if name not in self._columns and name in self._directory:
-                self._columns[name] = self._read(self._directory[name])
-            return self._columns.get(name)
-
-    def _read(self, entry: Mapping[str, Any]) -> Column:
-        try:
-            arrays = {name: self._array(*own) for name, own in entry["arrays"].items()}
-            rows = arrays.pop("rows", None)
-            counts, codes = arrays.pop("counts"), arrays.pop("codes")
-            values = from_arrays(arrays)
-            column = Column(entry["kind"], values, counts, int(entry["present"]), codes, rows)
-        except (KeyError, ValueError, TypeError) as error:
-            raise self._damaged(error) from error
-        fit = len(codes) == (self.size if rows is None else len(rows))
-        if rows is not None and len(rows):
-            fit &= int(rows[-1]) < self.size
-        if not fit or len(counts) != len(values):
-            raise self._damaged("its arrays do not fit together")
-        return column
-
-    def _array(self, dtype: str, start: int, count: int) -> NDArray[Any]:
-        end = start + count * np.dtype(dtype).itemsize
-        if not 0 <= start <= end <= len(self._data):
-            raise ValueError(f"an array ends at {end:,} of {len(self._data):,} bytes")
-        return self._data[start:end].view(dtype)
-
-    def _damaged(self, reason: object) -> GalleryCorruptError:
-        return GalleryCorruptError(f"{self._path} is damaged: {reason}. {_CURE}")
-
-
-def write_columns(path: Path, columns: Iterable[tuple[str, Column]]) -> FileFacts:
-    """Write columns, one at a time, into the new file `path`, unsynced. Raises: OSError."""
-    directory: dict[str, Any] = {}
-    with HashedFile(path) as file:
-        for name, column in columns:
-            own = {"codes": column.codes, "counts": column.counts, **to_arrays(column.values)}
-            if column.rows is not None:
-                own["rows"] = column.rows
-            positions = {key: _append(file, array) for key, array in own.items()}
-            directory[name] = {"kind": column.type, "present": column.present, "arrays": positions}
-        text = json.dumps(directory).encode()
-        file.write(text)
-        file.write(len(text).to_bytes(8, "little"))
-    return file.facts
-
-
-def _append(file: HashedFile, array: NDArray[Any]) -> tuple[str, int, int]:
-    file.write(bytes(-file.facts.bytes % _ALIGNED))
-    start = file.facts.bytes
-    file.write(np.ascontiguousarray(array))
-    return array.dtype.str, start, len(array)
-
-
-class ColumnsBuilder:
-    """Builds the columns of a segment of `size` rows from batches of attributes.
-
-    Stores the distinct values of each batch and a code for each value of a row: about 40 bytes per
-    item with five attributes, and 30 more for each unique text.
+    space: the name of the file of vectors whose rows these are; None in an earlier version.
+    row_ids: the item id of each row.
+    seq: the write after which these are the attributes.
+    size: number of rows.
+    changes: number of changed items since the checkpoint.
     """
 
-    def __init__(self, size: int, types: Mapping[str, AttributeType]) -> None:
-        self._size = size
-        self._types = types
-        self._batches: dict[str, list[_Batch]] = {}
+    space: str | None
+    row_ids: RowIds
+    seq: int
+    size: int
+    columns: Mapping[str, Column]
+    changes: int = 0
 
-    def add(self, rows: Sequence[int], attributes: Sequence[Attributes]) -> None:
-        """Add the attributes of these rows. Each row may be added only once."""
-        found: dict[str, tuple[list[int], list[Scalar]]] = {}
-        for row, own in zip(rows, attributes, strict=True):
+    @property
+    def chunks(self) -> int:
+        """Number of chunks."""
+        return -(-self.size // CHUNK)
+
+    def get(self, name: str) -> Column | None:
+        """The column of an attribute; None if no item has it."""
+        return self.columns.get(name)
+
+    def changed(
+        self,
+        ids: Ids,
+        attributes: Sequence[Attributes],
+        types: Mapping[str, AttributeType],
+        seq: int,
+        size: int,
+    ) -> "Columns":
+        """These columns after the write `seq`, which has `size` rows.
+
+        ids: the items (N,) that were added or changed since, ascending.
+        attributes: all of their attributes now.
+        types: the types of all attributes. A column of another type is dropped: an attribute that
+            no item has may change its type.
+        """
+        known = {name: own for name, own in self.columns.items() if types.get(name) == own.type}
+        touched = self.row_ids.rows_of(ids)
+        if touched.min(initial=0) < 0:
+            raise GalleryCorruptError(
+                f"Item {ids[touched < 0][0]} has no vector. Restore a backup: kinlens-index "
+                "restore."
+            )
+        found: dict[str, tuple[list[int], list[Scalar]]] = {name: ([], []) for name in known}
+        for row, own in zip(touched.tolist(), attributes, strict=True):
             for name, value in own.items():
-                if name not in found:
-                    found[name] = [], []
+                rows, values = found.setdefault(name, ([], []))
                 if isinstance(value, tuple):
                     different = dict.fromkeys(value)
-                    found[name][0].extend([row] * len(different))
-                    found[name][1].extend(different)
+                    rows.extend([row] * len(different))
+                    values.extend(different)
                 else:
-                    found[name][0].append(row)
-                    found[name][1].append(value)
-        for name, (positions, values) in found.items():
-            batch = _Batch.of(positions, values, self._types[name])
-            self._batches.setdefault(name, []).append(batch)
+                    rows.append(row)
+                    values.append(value)
+        for name, (rows, values) in found.items() if len(ids) else ():
+            before = known.get(name) or Column(Dictionary(types[name], packed([], types[name])), [])
+            column = before.changed(touched, np.array(rows, np.int64), values, size)
+            most = max(MIN_LATER, len(column.dictionary.values) // 16)
+            known[name] = column.merged(at_least=most)
+        return replace(self, seq=seq, size=size, columns=known, changes=self.changes + len(ids))
 
-    def columns(
-        self, previous: Columns | None = None, moved: Ids | None = None
-    ) -> Iterator[tuple[str, Column]]:
-        """Yield the columns by name, built one at a time. Consumes the builder.
-
-        previous: existing columns whose rows are included.
-        moved: the new row of each row of `previous`; -1 to omit it, as required for rows that were
-            added to the builder.
-        """
-        names = {*self._batches} if previous is None else {*self._batches, *previous.names}
-        for name in sorted(names & self._types.keys()):  # a name may have been deleted
-            batches, type_ = self._batches.pop(name, []), self._types[name]
-            old = None if previous is None else previous.get(name)
-            if old is not None and old.type != type_:  # deleted, then added with another type
-                old = None
-            if old is None and not batches:
-                continue
-            if old is None or moved is None:
-                yield name, _column(batches, type_, self._size)
-            elif (column := _updated(old, moved, batches, self._size)).present:
-                yield name, column
-
-
-@dataclass(frozen=True, slots=True)
-class _Batch:
-    """The values of some rows; `codes` are indices into `values`."""
-
-    rows: NDArray[np.uint32]
-    codes: Codes
-    values: Values
+    def moved(self, space: str, row_ids: RowIds, size: int) -> "Columns":
+        """These columns in the rows of another file of vectors, without items that it omits."""
+        target = row_ids.rows_of(self.row_ids.of(np.arange(self.size)))
+        columns = {}
+        for name, column in self.columns.items():
+            rows, codes = column.entries()
+            found = target[rows]
+            is_kept = found >= 0
+            left = Column.of(column.dictionary, found[is_kept], codes[is_kept], size)
+            columns[name] = left.merged(at_least=0)  # erases the values of erased items
+        return replace(self, space=space, row_ids=row_ids, size=size, columns=columns)
 
     @classmethod
-    def of(cls, rows: Sequence[int], values: Sequence[Any], type_: AttributeType) -> "_Batch":
-        different = sorted(set(values))
-        positions = dict(zip(different, range(len(different)), strict=True))
-        codes = np.fromiter(map(positions.__getitem__, values), np.uint32, len(values))
-        codes = codes.astype(np.min_scalar_type(len(different)))
-        return cls(np.array(rows, np.uint32), codes, packed(different, type_))
+    def open(
+        cls, path: Path, space: str, row_ids: RowIds, released: tuple[int, int] | None = None
+    ) -> "Columns":
+        """Open and memory-map a checkpoint.
+
+        released: the `seq` and the size of the segment, for a file of an earlier version.
+
+        Raises: FileNotFoundError, GalleryCorruptError.
+        """
+        try:
+            data: NDArray[np.uint8] = np.asarray(np.memmap(path, np.uint8, "r"))
+            end = len(data) - (0 if released else 8)
+            length = int(data[end - 8 : end].view("<u8")[0])
+            text, arrays = data[end - 8 - length : end - 8].tobytes(), data[: end - 8 - length]
+            directory = json.loads(text)
+            if released is not None:
+                (seq, size), listed = released, directory
+            else:
+                seq, size, listed = directory["seq"], directory["size"], directory["columns"]
+                is_whole = zlib.crc32(text) == int(data[end:].view("<u8")[0])
+                if len(data) < _VERIFIED_BELOW:
+                    is_whole &= zlib.crc32(arrays.data) == directory["crc"]
+                if not is_whole:
+                    raise ValueError("it does not fit its checksum")
+            columns = {name: _read(arrays, entry, size) for name, entry in listed.items()}
+        except FileNotFoundError:
+            raise
+        except (OSError, KeyError, ValueError, TypeError, IndexError) as error:
+            raise GalleryCorruptError(f"{path} is damaged: {error}. {_CURE}") from error
+        return cls(space, row_ids, seq, size, columns)
+
+    def write(self, folder: Path) -> None:
+        """Write a checkpoint into `folder`, which replaces the last one. Raises: OSError."""
+        with staged(folder) as stage:
+            new = stage / "columns"
+            with new.open("xb") as file:
+                directory: dict[str, Any] = {"seq": self.seq, "size": self.size, "columns": {}}
+                crc = 0
+
+                def append(data: bytes | memoryview) -> None:
+                    nonlocal crc
+                    crc = zlib.crc32(data, crc)
+                    file.write(data)
+
+                for name, column in self.columns.items():
+                    entry: dict[str, Any] = {"kind": column.type, "arrays": {}}
+                    for key, array in _arrays(column, self.size).items():
+                        append(bytes(-file.tell() % _ALIGNED))
+                        entry["arrays"][key] = array.dtype.str, file.tell(), len(array)
+                        append(np.ascontiguousarray(array).data.cast("B"))
+                    directory["columns"][name] = entry
+                text = json.dumps({**directory, "crc": crc}).encode()
+                file.write(text)
+                file.write(len(text).to_bytes(8, "little") + zlib.crc32(text).to_bytes(8, "little"))
+            new.chmod(0o644)  # another user may serve the gallery
+            sync(new, "columns")
+            rename(new, folder / f"{self.space}.bin", "columns")
 
 
-def _column(batches: Sequence[_Batch], type_: AttributeType, size: int) -> Column:
-    return _from_entries(type_, *_entries(batches, type_), size)
-
-
-def _entries(
-    batches: Sequence[_Batch], type_: AttributeType
-) -> tuple[Values, NDArray[np.uint32], Codes]:
-    """The distinct values of all batches, and the row and code of each entry (E,)."""
-    values, positions = _merged([batch.values for batch in batches], type_)
-    dtype = np.min_scalar_type(len(values))
-    none = np.empty(0, np.uint32)
-    rows = np.concatenate([none, *(batch.rows for batch in batches)])
-    codes = [
-        (own.astype(np.uint32) + 1)[batch.codes].astype(dtype)
-        for own, batch in zip(positions, batches, strict=True)
-    ]
-    return values, rows, np.concatenate([none.astype(dtype), *codes])
-
-
-def _updated(old: Column, moved: Ids, batches: Sequence[_Batch], size: int) -> Column:
-    """Merge the moved rows of an old column with new rows.
-
-    Does not iterate over the old values, since a column may have millions.
-    """
-    rows, codes = old.rows, old.codes
-    if rows is None:
-        rows = np.flatnonzero(codes).astype(np.uint32)
-        codes = codes[rows]
-    found = moved[rows]
-    is_kept = found >= 0
-    if not is_kept.all():
-        found, codes = found[is_kept], codes[is_kept]
-    used = np.bincount(codes, minlength=len(old.values) + 1)[1:] > 0
-    new, new_rows, new_codes = _entries(batches, old.type)
-    positions = np.array([bisect_left(old.values, value) for value in new], np.int64)
-    is_known = np.array(
-        [
-            position < len(old.values) and old.values[position] == value
-            for position, value in zip(positions.tolist(), new, strict=True)
-        ],
-        np.bool_,
-    )
-    used[positions[is_known]] = True
-    inserted = positions[~is_known]
-    others = packed(
-        [v for v, known in zip(new, is_known.tolist(), strict=True) if not known], old.type
-    )
-    values = spliced(old.values, used, inserted, others, old.type)
-    dtype = np.min_scalar_type(len(values))
-    # New index of a value: number of kept values and of inserted values before it.
-    kept = np.concatenate([[0], np.cumsum(used)])
-    of_old = kept[:-1] + np.searchsorted(inserted, np.arange(len(used)), "right")
-    of_new = np.empty(len(new), np.int64)
-    of_new[~is_known] = kept[inserted] + np.arange(len(inserted))
-    of_new[is_known] = of_old[positions[is_known]]
-    all_codes = np.concatenate(
-        [
-            np.concatenate([[0], of_old + 1]).astype(dtype)[codes],
-            np.concatenate([[0], of_new + 1]).astype(dtype)[new_codes],
-        ]
-    )
-    return _from_entries(
-        old.type, values, np.concatenate([found.astype(np.uint32), new_rows]), all_codes, size
-    )
-
-
-def _from_entries(
-    type_: AttributeType, values: Values, rows: NDArray[np.uint32], codes: Codes, size: int
-) -> Column:
-    """Build a column from entries (E,) with a row and a code each."""
-    counts = np.bincount(codes, minlength=len(values) + 1)[1:]
-    counts = counts.astype(np.min_scalar_type(int(counts.max(initial=0))))
-    flags = np.zeros(size, np.bool_)
-    flags[rows] = True
-    present = int(np.count_nonzero(flags))
-    if present < len(rows) or _SPARSE * len(rows) < size:
-        order = np.argsort(rows, kind="stable")
-        return Column(type_, values, counts, present, codes[order], rows[order])
+def _arrays(column: Column, size: int) -> dict[str, NDArray[Any]]:
+    """The arrays of a column with sorted values on disk. `rows` are omitted if it is dense."""
+    column = column.merged()
+    rows, codes = column.entries()
+    codes = codes.astype(np.min_scalar_type(column.codes))
+    found = {**to_arrays(column.dictionary.values), "counts": column.counts}
+    if _SPARSE * len(rows) < size or bool((rows[1:] == rows[:-1]).any()):
+        return {**found, "codes": codes, "rows": rows.astype(np.uint32)}
     dense = np.zeros(size, codes.dtype)
     dense[rows] = codes
-    return Column(type_, values, counts, len(rows), dense, None)
+    return {**found, "codes": dense}
 
 
-def _merged(
-    parts: Sequence[Values], type_: AttributeType
-) -> tuple[Values, list[NDArray[np.uint32]]]:
-    """The distinct values of all parts, ascending, and the new index of each value of each part.
+def _read(data: NDArray[np.uint8], entry: Mapping[str, Any], size: int) -> Column:
+    """The column of `size` rows of an entry of a directory. Raises: KeyError, ValueError."""
+    arrays = {name: _array(data, *own) for name, own in entry["arrays"].items()}
+    rows, counts, codes = arrays.pop("rows", None), arrays.pop("counts"), arrays.pop("codes")
+    dictionary = Dictionary(entry["kind"], from_arrays(arrays))
+    is_known = not len(codes) or int(codes.max()) <= len(dictionary)
+    fit = len(codes) == (size if rows is None else len(rows)) and is_known
+    if rows is not None and len(rows):
+        fit &= int(rows[-1]) < size
+    if not fit or len(counts) != len(dictionary):
+        raise ValueError("its arrays do not fit together")
+    if rows is not None:
+        column = Column.of(dictionary, rows, codes, size)
+    else:
+        chunks = [Chunk(codes[start : start + CHUNK]) for start in range(0, size, CHUNK)]
+        column = Column(dictionary, chunks)
+    column.counts = counts.astype(np.int64)
+    return column
 
-    Merges a range of values at a time, to limit the number of Python objects.
+
+def _array(data: NDArray[np.uint8], dtype: str, start: int, count: int) -> NDArray[Any]:
+    end = start + count * np.dtype(dtype).itemsize
+    if not 0 <= start <= end <= len(data):
+        raise ValueError(f"an array ends at {end:,} of {len(data):,} bytes")
+    return data[start:end].view(dtype)
+
+
+def _starts(rows: NDArray[np.integer], size: int) -> Iterator[tuple[int, int, int]]:
+    """The first row of each chunk, and the start and end of its rows among `rows`, ascending."""
+    starts = np.arange(0, size + CHUNK, CHUNK)
+    ends = np.searchsorted(rows, starts.astype(rows.dtype)).tolist()
+    yield from zip(starts.tolist(), ends[:-1], ends[1:], strict=False)
+
+
+def finder(spans: Sequence[Span], others: Ids, codes: int) -> Find:
+    """A function that returns which codes are in one of the spans or in `others` (N,).
+
+    codes: number of codes of the column.
     """
-    positions: list[Codes] = [np.empty(len(part), np.uint32) for part in parts]
-    merged: list[Values] = []
-    starts, count = [0] * len(parts), 0
-    for pivot in (*_pivots(parts), None):
-        ends = [
-            len(part) if pivot is None else bisect_left(part, pivot, start)
-            for part, start in zip(parts, starts, strict=True)
-        ]
-        some = [part[start:end] for part, start, end in zip(parts, starts, ends, strict=True)]
-        different: list[Any] = sorted({value for own in some for value in own})
-        index_of = dict(zip(different, range(count, count + len(different)), strict=True))
-        for own, position, start, end in zip(some, positions, starts, ends, strict=True):
-            position[start:end] = np.fromiter(map(index_of.__getitem__, own), np.uint32, len(own))
-        merged.append(packed(different, type_))
-        starts, count = ends, count + len(different)
-    return joined(merged, type_), positions
-
-
-def _pivots(parts: Sequence[Values]) -> Sequence[Any]:
-    """Ascending values that split the parts into ranges of about `MERGED_AT_ONCE` values."""
-    pieces = -(-sum(map(len, parts)) // MERGED_AT_ONCE)
-    if pieces <= 1:
-        return []
-    drawn: list[Any] = sorted(
-        part[index]
-        for part in parts
-        for index in np.linspace(0, len(part) - 1, min(len(part), 4 * pieces)).astype(int).tolist()
-    )
-    return sorted({drawn[n * len(drawn) // pieces] for n in range(1, pieces)})
-
-
-def _parts(*arrays: NDArray[Any]) -> Iterator[tuple[NDArray[Any], ...]]:
-    """Iterate over arrays of equal length in chunks of `CHUNK` entries."""
-    for start in range(0, len(arrays[0]), CHUNK):
-        yield tuple(array[start : start + CHUNK] for array in arrays)
-
-
-def _finder(
-    spans: Sequence[Span], values: int, others: bool
-) -> Callable[[Codes], NDArray[np.bool_]]:
-    """A function that returns which codes are in one of the spans; with `others`, in none."""
     spans = [(first, end) for first, end in spans if first < end]
-    if len(spans) > _MAX_COMPARED_SPANS:
-        table = np.full(values + 1, others, np.bool_)
+    if len(others) or len(spans) > _MAX_COMPARED_SPANS:
+        table = np.zeros(codes + 1, np.bool_)
+        table[others] = True
         for first, end in spans:
-            table[first:end] = not others
+            table[first:end] = True
         return lambda codes: table.take(codes, mode="clip")  # takes half as long as mode="raise"
 
     def found(codes: Codes) -> NDArray[np.bool_]:
         flags = np.zeros(len(codes), np.bool_)
+        most = np.iinfo(codes.dtype).max
         for first, end in spans:
-            # A code below `first` wraps around to a large number, so one comparison suffices.
-            flags |= codes - codes.dtype.type(first) < end - first
-        return ~flags if others else flags
+            if first <= most:  # a chunk may have narrower codes than the column
+                # A code below `first` wraps around to a large number, so one comparison suffices.
+                flags |= codes - codes.dtype.type(first) < end - first
+        return flags
 
     return found

@@ -1,15 +1,15 @@
-"""Evaluates filters on the columns of a segment."""
+"""Evaluates filters on columns."""
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Sequence
-from functools import reduce
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial, reduce
 from typing import Any
 
 import numpy as np
 
 from kinlens.embedder.sources.names import spellings
 from kinlens.indexer.bits import Bits, empty_bits
-from kinlens.indexer.columns.columns import Columns, Span
+from kinlens.indexer.columns.columns import CHUNK, Chunk, Column, Columns, Find, Span, finder
 from kinlens.indexer.filters.tree import (
     And,
     Condition,
@@ -23,53 +23,99 @@ from kinlens.indexer.filters.tree import (
 )
 from kinlens.values import Scalar
 
-
-def rows_matching(where: Filter, columns: Columns, checkpoint: Callable[[], None]) -> Bits:
-    """Bitmap of the rows that match; the unused bits of the last byte are undefined.
-
-    `checkpoint` is called between conditions; an exception from it cancels the evaluation.
-    """
-    if isinstance(where, Not):
-        return ~rows_matching(where.part, columns, checkpoint)
-    if isinstance(where, And):
-        return reduce(
-            np.bitwise_and, (rows_matching(part, columns, checkpoint) for part in where.parts)
-        )
-    if isinstance(where, Or):
-        return _one_of(where.parts, columns, checkpoint)
-    return _one_of([where], columns, checkpoint)
+_Rows = Callable[[int], Bits]
+"""Returns the matching rows of the chunk with an index."""
 
 
-def _one_of(parts: Sequence[Filter], columns: Columns, checkpoint: Callable[[], None]) -> Bits:
-    """The rows that match any of the parts. Conditions on one attribute share a pass over it."""
-    found = empty_bits(columns.size)
-    spans: dict[str, list[Span]] = {}
-    for part in parts:
-        if isinstance(part, Condition):
-            column = columns.get(part.name)
+class Matcher:
+    """Evaluates a filter on columns, one chunk at a time."""
+
+    def __init__(self, where: Filter, columns: Columns) -> None:
+        self._columns = columns
+        self._read: dict[str, Column] = {}
+        self._bits = self._compiled(where)
+
+    def chunks(self, index: int) -> list[Chunk | None]:
+        """The chunks with this index that `bits` reads."""
+        return [column.chunk(index) for column in self._read.values()]
+
+    def bits(self, index: int) -> Bits:
+        """Bitmap (CHUNK,) of the rows of a chunk that match."""
+        return self._bits(index)
+
+    def _compiled(self, where: Filter) -> _Rows:
+        if isinstance(where, Not):
+            part = self._compiled(where.part)
+            return lambda index: ~part(index)
+        if isinstance(where, And):
+            parts = [self._compiled(part) for part in where.parts]
+            return lambda index: reduce(np.bitwise_and, (part(index) for part in parts))
+        return self._one_of(where.parts if isinstance(where, Or) else [where])
+
+    def _one_of(self, parts: Sequence[Filter]) -> _Rows:
+        """The rows that match any part. Conditions on one attribute share a pass over it."""
+        conditions: dict[str, list[Condition]] = {}
+        others: list[_Rows] = []
+        for part in parts:
+            if isinstance(part, Condition):
+                conditions.setdefault(part.name, []).append(part)
+            else:
+                others.append(self._compiled(part))
+        for name, own in conditions.items():
+            column = self._columns.get(name)
             if column is not None:
-                spans.setdefault(part.name, []).extend(_spans(part, column.values))
-        else:
-            found |= rows_matching(part, columns, checkpoint)
-    for name, own in spans.items():
-        checkpoint()
-        column = columns.get(name)
-        if column is not None and own:
-            found |= column.having(own, columns.size)
-    return found
+                self._read[name] = column
+                others.append(partial(_having, column, _find(own, column)))
+
+        def found(index: int) -> Bits:
+            rows = empty_bits(CHUNK)
+            for other in others:
+                own = other(index)
+                rows[: len(own)] |= own
+            return rows
+
+        return found
+
+
+def rows_matching(where: Filter, columns: Columns) -> Bits:
+    """Bitmap of the rows that match; bits from `columns.size` on are undefined."""
+    matcher = Matcher(where, columns)
+    return _joined(matcher.bits(index) for index in range(columns.chunks))
 
 
 def rows_beyond(name: str, values: Collection[Scalar], columns: Columns) -> Bits:
     """The rows that have no value, or at least one value that is not in `values`."""
     column = columns.get(name)
     if column is None:
-        return ~empty_bits(columns.size)
-    others = column.having(
-        _spans(In(name, tuple(values)), column.values), columns.size, others=True
-    )
-    if column.rows is None:
-        return others
-    return others | ~column.having([(1, len(column.values) + 1)], columns.size)
+        return ~empty_bits(CHUNK * columns.chunks)
+    find = _find([In(name, tuple(values))], column)
+
+    def beyond(index: int) -> Bits:
+        chunk, rows = column.chunk(index), empty_bits(CHUNK)
+        if chunk is None:
+            return ~rows
+        own = chunk.having(find if chunk.rows is None else lambda codes: ~find(codes))
+        rows[: len(own)] = own
+        return ~rows if chunk.rows is None else rows | ~chunk.having(np.ones_like)
+
+    return _joined(beyond(index) for index in range(columns.chunks))
+
+
+def _having(column: Column, find: Find, index: int) -> Bits:
+    chunk = column.chunk(index)
+    return empty_bits(0) if chunk is None else chunk.having(find)
+
+
+def _joined(parts: Iterable[Bits]) -> Bits:
+    return np.concatenate([empty_bits(0), *parts])
+
+
+def _find(conditions: Sequence[Condition], column: Column) -> Find:
+    """Finds the codes of the values that fit any of the conditions."""
+    values, codes = column.later()
+    spans = [span for one in conditions for span in _spans(one, column.dictionary.values)]
+    later = [codes[first - 1 : end - 1] for one in conditions for first, end in _spans(one, values)]
+    return finder(spans, np.concatenate([codes[:0], *later]), column.codes)
 
 
 def index_of(value: Scalar, values: Sequence[Any]) -> int | None:

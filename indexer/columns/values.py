@@ -36,13 +36,6 @@ class Texts(Sequence[str]):
         ends = np.cumsum(np.fromiter(map(len, encoded), np.int64, len(encoded)))
         return cls(np.frombuffer(b"".join(encoded), np.uint8), ends)
 
-    @classmethod
-    def joined(cls, parts: Sequence["Texts"]) -> "Texts":
-        """Concatenate parts."""
-        lengths = [np.diff(part.ends, prepend=0) for part in parts]
-        data = np.concatenate([np.empty(0, np.uint8), *(part.data for part in parts)])
-        return cls(data, np.cumsum(np.concatenate([np.empty(0, np.int64), *lengths])))
-
     def __len__(self) -> int:
         return len(self.ends)
 
@@ -92,16 +85,6 @@ def packed(values: Sequence[Any], type_: AttributeType) -> Values:
     if all(type(value) is float or abs(value) <= _WHOLE for value in values):
         return Numbers(np.array(values, np.float64))
     return list(values)
-
-
-def joined(parts: Sequence[Values], type_: AttributeType) -> Values:
-    """Concatenate parts whose values are in ascending order."""
-    if type_ == "text":
-        return Texts.joined([part for part in parts if isinstance(part, Texts)])
-    arrays = [part.array for part in parts if isinstance(part, Numbers)]
-    if len(arrays) == len(parts) and len({array.dtype for array in arrays}) == 1:
-        return Numbers(np.concatenate(arrays))
-    return packed([value for part in parts for value in part], type_)
 
 
 def spliced(

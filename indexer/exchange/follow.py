@@ -40,8 +40,8 @@ from kinlens.indexer.exchange.publish import FILES, OBJECTS, Snapshot, snapshot_
 from kinlens.indexer.folder.layout import DOWNLOADS, GalleryFolder, disk_errors_explained
 from kinlens.indexer.folder.manifest import write_manifest
 from kinlens.indexer.index.segment import MANIFEST as SEGMENT_MANIFEST
-from kinlens.indexer.index.segment import read_manifest
-from kinlens.indexer.live.compaction import CATALOG, SEGMENTS, collect
+from kinlens.indexer.index.segment import SEGMENTS, read_manifest
+from kinlens.indexer.live.compaction import CATALOG, collect
 from kinlens.indexer.types import Ids, Progress
 
 _LOCK = "LOCK"

@@ -61,9 +61,9 @@ from kinlens.indexer.folder.manifest import (
 )
 from kinlens.indexer.images import source_bytes
 from kinlens.indexer.index.segment import MANIFEST as SEGMENT_MANIFEST
-from kinlens.indexer.index.segment import brief
+from kinlens.indexer.index.segment import SEGMENTS, brief
 from kinlens.indexer.index.segment import read_manifest as read_segment_manifest
-from kinlens.indexer.live.compaction import CATALOG, SEGMENTS
+from kinlens.indexer.live.compaction import CATALOG
 from kinlens.indexer.types import Ids, Item, Progress
 
 SNAPSHOT = "snapshot.json"

@@ -4,17 +4,16 @@ segments/<name>/
   index.faiss    the compressed index of the rows of live items; not for flat
   gone.bin       bitmap of the vector rows without a live item
   copies.bin     the rows with equal content, see kinlens.indexer.index.copies; if there are any
-  columns.bin    the attributes by row, see kinlens.indexer.columns
   segment.json   SegmentManifest
 
 A position is a row of the file of vectors (kinlens.indexer.catalog.vectors). A segment of an
-earlier version has its own vectors.npy, and ids.npy with the item id of each position.
+earlier version may have a columns.bin with the attributes by row, or its own vectors.npy, and
+ids.npy with the item id of each position.
 """
 
 import hashlib
 import json
 import logging
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -30,9 +29,8 @@ from kinlens.embedder.durable import FileFacts, HashedFile
 from kinlens.embedder.errors import GalleryCorruptError, PlanError, RecallError
 from kinlens.embedder.programs.faults import file_fault
 from kinlens.embedder.types import Embeddings
-from kinlens.indexer.bits import Bits, empty_bits, has_bits, packed_bits, positions_in
-from kinlens.indexer.catalog.vectors import VECTORS, RowIds, VectorFile
-from kinlens.indexer.columns.columns import Column, Columns, write_columns
+from kinlens.indexer.bits import Bits, empty_bits, has_bits, packed_bits
+from kinlens.indexer.catalog.vectors import VECTORS, VectorFile
 from kinlens.indexer.index.copies import Copies
 from kinlens.indexer.index.faiss import SegmentIndex
 from kinlens.indexer.index.index_types import INDEX_TYPES, Effort, IndexKind, full
@@ -48,6 +46,9 @@ from kinlens.indexer.types import (
 )
 
 _log = logging.getLogger(__name__)
+
+SEGMENTS = "segments"
+"""The folder of a generation that contains the segments."""
 
 INDEX = "index.faiss"
 REMOVED = "gone.bin"
@@ -172,10 +173,10 @@ def read_manifest(folder: Path) -> SegmentManifest:
         ) from error
     if manifest.vectors and not is_removed and manifest.digest != manifest.computed_digest:
         raise GalleryCorruptError(f"{path} is damaged: it does not match its digest. {_CURE}")
-    expected = {REMOVED, COLUMNS} if manifest.vectors else {_OWN_VECTORS, _OWN_IDS}
+    expected = {REMOVED} if manifest.vectors else {_OWN_VECTORS, _OWN_IDS}
     expected |= {INDEX} if INDEX_TYPES[manifest.kind].faiss_class else set()
     expected |= {COPIES} if manifest.copies else set()
-    if manifest.files.keys() != expected:
+    if manifest.files.keys() - {COLUMNS} != expected:
         raise GalleryCorruptError(
             f"{path} lists the files {sorted(manifest.files)}, but an index {manifest.kind} "
             f"has {sorted(expected)}. {_CURE}"
@@ -292,7 +293,6 @@ class Segment:
     row_ids: the item id of each position.
     removed: bitmap of the positions without an item.
     tuned: the effort that reaches the target recall.
-    columns: the attributes by position; None in a segment of an earlier version.
     """
 
     def __init__(
@@ -301,13 +301,11 @@ class Segment:
         index: SegmentIndex,
         row_ids: RowIdMap,
         removed: Bits,
-        columns: Columns | None,
         file: VectorFile | None,
         copies: Copies | None = None,
     ) -> None:
         self.manifest = manifest
         self.size = manifest.size
-        self.columns = columns
         self.tuned = manifest.tuned
         self.index = index
         self.row_ids = row_ids
@@ -334,21 +332,20 @@ class Segment:
             shape = (manifest.size, manifest.dim)
             vectors: StoredRows = mapped(folder / _OWN_VECTORS, np.float32, shape)
             row_ids = _LegacyRowIds(mapped(folder / _OWN_IDS, np.int64, shape[:1]))
-            removed, columns, file = empty_bits(manifest.size), None, None
+            removed, file = empty_bits(manifest.size), None
         else:
             file = VectorFile.open(folder.parent.parent / VECTORS / manifest.vectors, manifest.dim)
             vectors, row_ids = file.rows(manifest.size), file.row_ids
             removed = np.fromfile(folder / REMOVED, np.uint8)
             if len(removed) != (manifest.size + 7) // 8:
                 raise GalleryCorruptError(f"{folder / REMOVED} has the wrong length. {_CURE}")
-            columns = Columns.open(folder / COLUMNS, manifest.size)
         codes = folder / INDEX if INDEX in manifest.files else None
         copies = read_copies(folder, manifest)
         indexed = manifest.items - manifest.copies
         index = SegmentIndex.open(manifest.kind, vectors, codes, indexed)
         if device == "cuda":
             index.use_gpu(f"The index {manifest.kind} in {folder}", manifest.parameters)
-        return cls(manifest, index, row_ids, removed, columns, file, copies)
+        return cls(manifest, index, row_ids, removed, file, copies)
 
     @property
     def unindexed(self) -> int:
@@ -374,28 +371,6 @@ class Segment:
         if self.manifest.gone:
             is_there &= ~has_bits(self.removed, np.where(is_there, positions, 0))
         return np.where(is_there, positions, -1)
-
-    def ids_in(self, bits: Bits, after: int, limit: int | None) -> tuple[Ids, int | None]:
-        """Up to `limit` item ids above `after` of the positions in `bits`, ascending.
-
-        The second result is the highest item id of all positions in `bits`; None if it is empty.
-        """
-        if not isinstance(self.row_ids, RowIds):
-            found = np.sort(self.row_ids.of(positions_in(bits, self.size)))
-            last = int(found[-1]) if len(found) else None
-            return found[found > after][:limit], last
-        first = self.row_ids.rows_up_to(after) // 8
-        own = bits[first:]
-        if limit is not None:  # the first 8 positions may be before `after`
-            counts = np.cumsum(np.bitwise_count(own), dtype=np.int64)
-            own = own[: int(np.searchsorted(counts, limit + 8)) + 1]
-        count = min(8 * len(own), self.size - 8 * first)
-        found = self.row_ids.of(8 * first + positions_in(own, max(count, 0)))
-        filled = np.flatnonzero(bits)[-2:]
-        ends = [p for byte in filled.tolist() for p in range(8 * byte, 8 * byte + 8)]
-        there = [p for p in ends if p < self.size and bits[p >> 3] >> (p & 7) & 1]
-        last = int(self.row_ids.of(np.array(there[-1:], np.int64))[0]) if there else None
-        return found[found > after][:limit], last
 
     def close(self) -> None:
         """Release the GPU. Memory maps are released with the last reference to their arrays."""
@@ -444,7 +419,6 @@ def write_segment(
     folder: Path,
     seq: int,
     rows: Rows,
-    columns: Iterable[tuple[str, Column]],
     settings: IndexSettings,
     plan: Plan,
     on_progress: Progress | None = None,
@@ -461,10 +435,7 @@ def write_segment(
     started = perf_counter()
     live, indexed = rows.live, rows.indexed
     vectors = rows.file.rows(rows.size)
-    files = {
-        REMOVED: _write(folder / REMOVED, packed_bits(rows.removed)),
-        COLUMNS: write_columns(folder / COLUMNS, columns),
-    }
+    files = {REMOVED: _write(folder / REMOVED, packed_bits(rows.removed))}
     copies = len(live) - len(indexed)
     if copies:
         files[COPIES] = _write(folder / COPIES, rows.copies.to_array())

@@ -1,8 +1,7 @@
-"""Attribute data of one state, for filters, facets and groups.
+"""The attributes of one state, for filters, facets, groups and sorted pages."""
 
-Combines the columns of the segment with the items that were added or changed since.
-"""
-
+import functools
+import operator
 import threading
 import weakref
 from collections import Counter, OrderedDict
@@ -13,22 +12,30 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kinlens.indexer.attributes import Schema
-from kinlens.indexer.bits import Bits, count_of, empty_bits, has_bits, put_bits
-from kinlens.indexer.catalog.read import Attributes, CatalogView, State
-from kinlens.indexer.columns.columns import Chosen, Columns, ColumnsBuilder
-from kinlens.indexer.columns.match import index_of, rows_beyond, rows_matching
+from kinlens.indexer.bits import (
+    Bits,
+    count_of,
+    empty_bits,
+    first_positions,
+    has_bits,
+    packed_bits,
+    positions_in,
+    put_bits,
+)
+from kinlens.indexer.catalog.read import State
+from kinlens.indexer.catalog.vectors import RowIds
+from kinlens.indexer.columns.columns import CHUNK, Chosen, Chunk, Column, Columns, finder
+from kinlens.indexer.columns.match import Matcher, index_of, rows_beyond, rows_matching
 from kinlens.indexer.columns.values import Values
 from kinlens.indexer.filters.tree import Filter, In
 from kinlens.indexer.index.segment import Segment
-from kinlens.indexer.live.snapshot import Changes, FilterMask, Snapshot
+from kinlens.indexer.live.snapshot import FilterMask, Snapshot
 from kinlens.indexer.types import Facet, Ids, SortBy, no_checkpoint
 from kinlens.values import Scalar
 
-_CACHE_BYTES = 64 * 2**20  # for the cached filter masks of a segment
+_CACHE_BYTES = 64 * 2**20  # for the cached filter masks
 _MIN_CACHED, _MAX_CACHED = 8, 64  # filters
 _MOST_FACETS = 256
-_BATCH = 65_536  # items whose attributes are read at a time
 _MANY = 10_000  # distinct texts
 
 
@@ -36,9 +43,9 @@ _MANY = 10_000  # distinct texts
 class Spread:
     """The value counts of an attribute over some items.
 
-    values: the distinct values (V,) in the segment, ascending.
+    values: distinct values (V,), ascending.
     counts: the number of items (V,) with each of them.
-    later: counts of values that are not in the segment.
+    later: counts of other values.
     missing: the number of items without a value.
     """
 
@@ -79,105 +86,118 @@ class Spread:
 
 
 class StateAttributes:
-    """The attributes of one state. Thread safe."""
+    """The attributes of one state. Thread safe.
 
-    def __init__(self, snapshot: Snapshot, changes: Changes, own: "SegmentAttributes") -> None:
-        """`own` belongs to the segment of the snapshot; `changes` are the snapshot's changes."""
+    Columns have a row for each row of the file of vectors. Masks have positions of the snapshot:
+    those of the segment, which are usually the first rows, and those of the delta.
+    """
+
+    def __init__(self, snapshot: Snapshot, columns: Columns, keeper: "AttributesKeeper") -> None:
+        """`columns` are the snapshot's columns."""
         self.snapshot = snapshot
-        self.changes = changes
-        self._own = own
-        self._columns = own.columns
+        self.columns = columns
+        self._keeper = keeper
 
     def mask(self, where: Filter, checkpoint: Callable[[], None] = no_checkpoint) -> FilterMask:
         """The items that match a filter; the mask is cached.
 
-        `where` must have been checked against the schema.
+        `where` must have been checked against the schema. `checkpoint` is called between chunks;
+        an exception from it cancels the evaluation.
         """
-        return self._own.mask(where, self, checkpoint)
+        return self._keeper.cached(where).at(where, self, checkpoint)
 
     def having(self, name: str, values: Collection[Scalar]) -> FilterMask:
         """The items that have one of these values of an attribute."""
-        bits = rows_matching(In(name, tuple(values)), self._columns, no_checkpoint)
-        wanted = set(values)
-        given = self.changes.values(name)
-        fit = np.fromiter((not wanted.isdisjoint(own) for own in given), np.bool_, len(given))
-        return self.updated(bits, fit, 0)
+        return self.mask_of(rows_matching(In(name, tuple(values)), self.columns))
 
     def beyond(self, name: str, values: Collection[Scalar]) -> FilterMask:
         """The items that have no value, or at least one value that is not in `values`."""
-        bits = rows_beyond(name, values, self._columns)
-        known = set(values)
-        given = self.changes.values(name)
-        fit = np.fromiter(
-            (not own or not known.issuperset(own) for own in given), np.bool_, len(given)
-        )
-        return self.updated(bits, fit, 0)
+        return self.mask_of(rows_beyond(name, values, self.columns))
 
     def mask_of_rows(self, rows: Ids) -> FilterMask:
-        """The items in these rows."""
-        size = self._columns.size
+        """The items in these positions of the snapshot."""
+        size = self.snapshot.segment_size
         bits, delta = empty_bits(size), np.zeros(len(self.snapshot.delta.alive), np.bool_)
         is_later = rows >= size
         put_bits(bits, rows[~is_later], True)
         delta[rows[is_later] - size] = True
         return FilterMask(bits, delta)
 
+    def mask_of(self, bits: Bits) -> FilterMask:
+        """The items in a bitmap of rows."""
+        rows, size = self._segment_rows, self.snapshot.segment_size
+        if rows is None:
+            segment = bits[: (size + 7) // 8].copy()
+        else:
+            segment = packed_bits((rows >= 0) & has_bits(bits, np.maximum(rows, 0)))
+        return FilterMask(segment, has_bits(bits, self._delta_rows))
+
+    def rows_of(self, among: FilterMask | None) -> Bits:
+        """Bitmap of the rows of the items that pass `among` (None: all) and are not removed."""
+        snapshot, rows = self.snapshot, self._segment_rows
+        left = ~snapshot.tombstones if among is None else among.segment & ~snapshot.tombstones
+        alive = snapshot.delta.alive if among is None else snapshot.delta.alive & among.delta
+        found = empty_bits(self.columns.chunks * CHUNK)
+        if rows is None:
+            found[: len(left)] = left
+            if snapshot.segment_size % 8:
+                found[len(left) - 1] &= (1 << snapshot.segment_size % 8) - 1
+        else:
+            own = rows[positions_in(left, snapshot.segment_size)]
+            put_bits(found, own[own >= 0], True)
+        put_bits(found, self._delta_rows[alive], True)
+        return found
+
+    @functools.cached_property
+    def _segment_rows(self) -> Ids | None:
+        """The row of each position of the segment; None if they are equal."""
+        return self._keeper.rows_of(self.snapshot.segment, self.columns)
+
+    @functools.cached_property
+    def _delta_rows(self) -> Ids:
+        return self.columns.row_ids.rows_of(self.snapshot.delta.ids)
+
     def count(self, among: FilterMask) -> int:
         """Number of items that pass `among`."""
         later = np.count_nonzero(among.delta & self.snapshot.delta.alive)
-        return count_of(among.segment & ~self.snapshot.tombstones, self._columns.size) + int(later)
+        left = among.segment & ~self.snapshot.tombstones
+        return count_of(left, self.snapshot.segment_size) + int(later)
 
     def is_nearly_unique(self, name: str) -> bool:
         """Whether this is a text attribute with a different value in nearly every item."""
-        column = self._columns.get(name)
+        column = self.columns.get(name)
         if column is None or column.type != "text":
             return False
-        return len(column.values) > max(_MANY, column.present // 2)
+        return column.codes > max(_MANY, column.present // 2)
 
-    def selected(self, among: FilterMask | None = None) -> "Selected":
-        """The items that pass `among` (None: all items), prepared for counting."""
-        snapshot, rows, size = self.snapshot, self.changes.rows, self._columns.size
-        alive = snapshot.delta.alive if among is None else snapshot.delta.alive & among.delta
-        left = ~snapshot.tombstones if among is None else among.segment & ~snapshot.tombstones
-        is_counted, is_later = self.changes.is_last.copy(), rows >= size
-        is_counted[is_later] &= alive[rows[is_later] - size]
-        is_counted[~is_later] &= has_bits(left, rows[~is_later])
-        put_bits(left, rows[~is_later], False)  # their columns are outdated
-        return Selected(Chosen(left, size), np.flatnonzero(is_counted))
+    def selected(self, among: FilterMask | None = None) -> Chosen:
+        """The rows of the items that pass `among` (None: all items), prepared for counting."""
+        return Chosen(self.rows_of(among), self.columns.size)
 
-    def spread(self, name: str, selected: "Selected | None" = None) -> Spread:
+    def spread(self, name: str, selected: Chosen | None = None) -> Spread:
         """The value counts of an attribute over the selected items (None: all items)."""
         selected = selected or self.selected()
-        column = self._columns.get(name)
+        column = self.columns.get(name)
         if column is None:
-            values: Values = []
-            counts, present = np.zeros(0, np.int64), 0
-        elif selected.is_most:  # counting the other items and subtracting takes less time
-            values = column.values
-            others, without = column.counted(selected.others)
+            return Spread([], np.zeros(0, np.int64), {}, selected.count)
+        if 2 * selected.count > selected.size:  # counting the others and subtracting is faster
+            others, without = column.counted(Chosen(~selected.bits, selected.size))
             counts, present = column.counts - others, column.present - without
         else:
-            values = column.values
-            counts, present = column.counted(selected.rows)
-        known = self.changes.values(name)
-        given = [known[entry] for entry in selected.entries.tolist()]
-        missing = selected.count - present + sum(not own for own in given)
-        later: dict[Scalar, int] = {}
-        for value, items in Counter(value for own in given for value in own).items():
-            index = self._own.index_of(name, value)
-            if index is None:
-                later[value] = items
-            else:
-                counts[index] += items
-        return Spread(values, counts, later, missing)
+            counts, present = column.counted(selected)
+        values, codes = column.later()
+        given = zip(values, counts[codes - 1].tolist(), strict=True)
+        later = {value: count for value, count in given if count}
+        known = column.dictionary.values
+        return Spread(known, counts[: len(known)], later, selected.count - present)
 
     def span(self, name: str) -> tuple[float, float] | None:
         """The lowest and the highest value of a number attribute; None if no item has it."""
-        return self._own.span(name, self)
+        return self._keeper.span(name, self)
 
     def facet(self, name: str, where: Filter | None, count: Callable[[], Facet]) -> Facet:
         """The facet over all items that match `where`, from `count`; cached until a change."""
-        return self._own.facet(name, where, self.snapshot.state, count)
+        return self._keeper.facet(name, where, self.snapshot.state, count)
 
     def ids(
         self, among: FilterMask, after: int = -1, limit: int | None = None
@@ -186,150 +206,149 @@ class StateAttributes:
 
         The second result is the highest id of all items that pass; None if there are none.
         """
-        snapshot = self.snapshot
-        later = snapshot.delta.ids[among.delta & snapshot.delta.alive]
-        if snapshot.segment is None:
-            found, last = later[later > after], None
-        else:
-            bits = among.segment & ~snapshot.tombstones
-            own, last = snapshot.segment.ids_in(bits, after, limit)
-            found = np.concatenate([own, later[later > after]])
-        return found[:limit], int(later[-1]) if len(later) else last
+        bits, row_ids = self.rows_of(among), self.columns.row_ids
+        first = row_ids.rows_up_to(after)
+        rows = first_positions(bits, first, limit)
+        filled = np.flatnonzero(bits)[-1:]
+        last = 8 * filled + np.array([int(byte).bit_length() - 1 for byte in bits[filled]], int)
+        return row_ids.of(rows), int(row_ids.of(last)[0]) if len(last) else None
 
     def everything(self) -> FilterMask:
         """A mask that every item passes."""
         delta = np.ones(len(self.snapshot.delta.alive), np.bool_)
-        return FilterMask(~empty_bits(self._columns.size), delta)
+        return FilterMask(~empty_bits(self.snapshot.segment_size), delta)
 
     def sorted_ids(self, order: SortBy, among: FilterMask, limit: int) -> Ids:
         """Ids of the first `limit` items that pass `among`, sorted by an attribute, ties by id."""
-        selected, size = self.selected(among), self._columns.size
-        column, segment = self._columns.get(order.attribute), self.snapshot.segment
-        ranked: list[tuple[Any, int]] = []
-        rest = selected.rows.bits
-        if column is not None and segment is not None:
-            rows, codes, bits, last = column.first(selected.rows, limit, order.descending)
-            values = [column.values[index] for index in (codes - 1).tolist()]
-            ranked = [*zip(values, segment.row_ids.of(rows).tolist(), strict=True)]
-            if last:
-                equal, _ = segment.ids_in(bits, -1, limit)
-                ranked += [(column.values[last - 1], item_id) for item_id in equal.tolist()]
-            rest = rest & ~column.having([(1, len(column.values) + 1)], size)
-        without: list[int] = []
-        for entry in selected.entries.tolist():
-            value = order.value_of(self.changes.attributes[entry])
-            [item_id] = self.snapshot.ids_of(self.changes.rows[[entry]]).tolist()
-            if value is None:
-                without.append(item_id)
-            else:
-                ranked.append((value, item_id))
-        ranked.sort(key=lambda one: one[1])
-        ranked.sort(key=lambda one: one[0], reverse=order.descending)
-        found = [item_id for _, item_id in ranked[:limit]]
-        if len(found) < limit and segment is not None:
-            own, _ = segment.ids_in(rest, -1, limit - len(found))
-            without += own.tolist()
-        return np.array([*found, *sorted(without)][:limit], np.int64)
-
-    def updated(self, bits: Bits, fit: NDArray[np.bool_], start: int) -> FilterMask:
-        """The mask of a filter with the changes from index `start` on applied.
-
-        bits: the rows of the segment that match after the first `start` changes; changed in place.
-        fit: whether each of all changes (E,) matches.
-        """
-        rows, size = self.changes.rows, self._columns.size
-        is_later = rows >= size
-        delta = np.zeros(len(self.snapshot.delta.alive), np.bool_)
-        delta[rows[is_later] - size] = fit[is_later]
-        new, is_own = rows[start:], ~is_later[start:]
-        put_bits(bits, new[is_own], fit[start:][is_own])
-        return FilterMask(bits, delta)
+        selected = self.selected(among)
+        column, rest = self.columns.get(order.attribute), selected.bits
+        best = np.empty(0, np.int64)
+        if column is not None:
+            rows = _best(column, selected, limit, order.descending)
+            chosen = max if order.descending else min
+            values: list[Any] = [chosen(own) for own in column.values_at(rows)]
+            places = sorted(range(len(rows)), key=values.__getitem__, reverse=order.descending)
+            best = rows[places[:limit]]
+            rest = rest & ~_having(column, np.arange(1, column.codes + 1), selected)
+        without = first_positions(rest, 0, limit - len(best))
+        return self.columns.row_ids.of(np.concatenate([best, without]))
 
 
-class Selected:
-    """A selection of items for counting.
+def _best(column: Column, selected: Chosen, count: int, descending: bool) -> Ids:
+    """Selected rows, ascending, that contain the `count` first ones in the order of their values.
 
-    rows: rows of the segment whose columns are up to date.
-    entries: indices of the changes that are selected.
+    Of many rows with the last value that is needed, only the first ones are returned.
     """
+    order = column.in_order()[:: -1 if descending else 1]
+    cumulative = np.cumsum(column.counted(selected)[0][order - 1])
+    wanted = count
+    while True:
+        step = int(np.searchsorted(cumulative, wanted))  # number of better values
+        better = _having(column, order[:step], selected)
+        equal = _having(column, order[step : step + 1], selected) & ~better
+        found = first_positions(better, 0, None)
+        rest = first_positions(equal, 0, max(0, count - len(found)))
+        if step >= len(order) or len(found) + len(rest) >= count:
+            return np.sort(np.concatenate([found, rest]))
+        wanted *= 2  # rows with several values are counted more than once
 
-    def __init__(self, rows: Chosen, entries: Ids) -> None:
-        self.rows = rows
-        self.entries = entries
-        self.count = rows.count
-        self.others = Chosen(~rows.bits, rows.size)
 
-    @property
-    def is_most(self) -> bool:
-        """Whether these are more than half of the rows."""
-        return 2 * self.count > self.rows.size
+def _having(column: Column, codes: Ids, selected: Chosen) -> Bits:
+    """Bitmap of the selected rows with one of these codes."""
+    spans: list[tuple[int, int]] = []
+    if len(codes) and int(np.ptp(codes)) + 1 == len(codes):  # comparing with a span is faster
+        spans, codes = [(int(codes.min()), int(codes.max()) + 1)], codes[:0]
+    find, found = finder(spans, codes, column.codes), empty_bits(8 * len(selected.bits))
+    for index, chunk in enumerate(column.chunks):
+        if chunk is not None:
+            own, start = chunk.having(find), index * CHUNK // 8
+            found[start : start + len(own)] = own
+    return found & selected.bits
 
 
 class _CachedFilter:
-    """The cached result of a filter: matching rows of the segment, and matching changes."""
+    """The cached rows of a filter, with the chunks from which they were computed.
+
+    A later state evaluates only the chunks that differ.
+    """
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.state: State | None = None
-        self.changes: list[Attributes] | None = None
-        self.fit: NDArray[np.bool_] = np.zeros(0, np.bool_)
-        self.mask: FilterMask | None = None
+        self._lock = threading.Lock()
+        self._chunks: list[list[Chunk | None]] = []
+        self._bits: Bits = empty_bits(0)
+        self._mask: tuple[object, FilterMask] | None = None
 
-    def at(self, where: Filter, now: StateAttributes, rows: Callable[[Filter], Bits]) -> FilterMask:
-        """The mask of a state, updated from the last mask if that is of an earlier state."""
-        changes = now.changes
-        if self.mask is not None and self.state == now.snapshot.state:
-            return self.mask
-        known, bits = len(self.fit), None if self.mask is None else self.mask.segment.copy()
-        if bits is None or self.changes is not changes.attributes or known > len(changes.rows):
-            known, bits = 0, rows(where)
-        some = changes.attributes[known : len(changes.rows)]
-        fit = np.fromiter(map(where.matches, some), np.bool_, len(some))
-        self.fit = np.concatenate([self.fit[:known], fit])
-        self.changes, self.state = changes.attributes, now.snapshot.state
-        self.mask = now.updated(bits, self.fit, known)
-        return self.mask
+    def at(self, where: Filter, now: StateAttributes, checkpoint: Callable[[], None]) -> FilterMask:
+        """The mask of a state. Single-flight: equal filters are evaluated once."""
+        # The segment may be an earlier one than that of the state.
+        key = now.snapshot.state, now.snapshot.base
+        with self._lock:
+            if self._mask is None or self._mask[0] != key:
+                self._evaluate(where, now.columns, checkpoint)
+                self._mask = key, now.mask_of(self._bits)
+            return self._mask[1]
+
+    def _evaluate(self, where: Filter, columns: Columns, checkpoint: Callable[[], None]) -> None:
+        matcher, known, width = Matcher(where, columns), self._chunks, CHUNK // 8
+        chunks, bits = [], empty_bits(columns.chunks * CHUNK)
+        for index in range(columns.chunks):
+            read = matcher.chunks(index)
+            part = slice(index * width, (index + 1) * width)
+            if index < len(known) and _are_same(known[index], read):
+                bits[part] = self._bits[part]
+            else:
+                checkpoint()
+                bits[part] = matcher.bits(index)
+            chunks.append(read)
+        self._chunks, self._bits = chunks, bits
 
 
-class SegmentAttributes:
-    """The columns of a segment, with caches of filters, spans and facets. Thread safe."""
+def _are_same(known: list[Chunk | None], read: list[Chunk | None]) -> bool:
+    return len(known) == len(read) and all(map(operator.is_, known, read))
 
-    def __init__(self, columns: Columns, types: Schema) -> None:
-        """`types`: the types of the attributes of the first state that is read."""
-        self.columns = columns
-        self._types = types
+
+class AttributesKeeper:
+    """Returns the attributes of a state, with caches of filters, spans and facets. Thread safe."""
+
+    def __init__(self) -> None:
         self._filters: OrderedDict[Filter, _CachedFilter] = OrderedDict()
-        fitting = _CACHE_BYTES // max(1, columns.size // 8)
-        self._max_filters = min(max(fitting, _MIN_CACHED), _MAX_CACHED)
-        self._indices: dict[tuple[str, Scalar], int | None] = {}
+        self._max_filters = _MAX_CACHED
         self._spans: dict[str, tuple[State, tuple[float, float] | None]] = {}
         self._facets: OrderedDict[tuple[str, Filter | None], tuple[State, Facet]] = OrderedDict()
+        self._rows: weakref.WeakKeyDictionary[Segment, tuple[RowIds, Ids]]
+        self._rows = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
 
-    def has_types(self, types: Schema) -> bool:
-        """Whether no attribute has another type in a state with these types."""
-        return all(types.get(name, type_) == type_ for name, type_ in self._types.items())
+    def at(self, snapshot: Snapshot) -> StateAttributes:
+        """The attributes of a snapshot with loaded columns."""
+        assert snapshot.columns is not None
+        fitting = _CACHE_BYTES // max(1, snapshot.columns.size // 4)
+        self._max_filters = min(max(fitting, _MIN_CACHED), _MAX_CACHED)
+        return StateAttributes(snapshot, snapshot.columns, self)
 
-    def mask(
-        self, where: Filter, now: StateAttributes, checkpoint: Callable[[], None]
-    ) -> FilterMask:
-        """The items of a state that match. Single-flight: equal filters are evaluated once."""
+    def cached(self, where: Filter) -> _CachedFilter:
+        """The cache of a filter."""
         with self._lock:
             cached = self._filters.setdefault(where, _CachedFilter())
             self._filters.move_to_end(where)
             while len(self._filters) > self._max_filters:
                 self._filters.popitem(last=False)
-        with cached.lock:
-            return cached.at(where, now, lambda it: rows_matching(it, self.columns, checkpoint))
+            return cached
 
-    def index_of(self, name: str, value: Scalar) -> int | None:
-        """The index of a value among the column's values; None if it is not one of them."""
-        column = self.columns.get(name)
-        if column is None:
+    def rows_of(self, segment: Segment | None, columns: Columns) -> Ids | None:
+        """The row of each position of a segment, -1 without one; None if they are equal.
+
+        They differ for a segment of an earlier version, and after the vectors were rewritten.
+        """
+        if segment is None or segment.manifest.vectors == columns.space is not None:
             return None
-        if (name, value) not in self._indices:
-            self._indices[name, value] = index_of(value, column.values)
-        return self._indices[name, value]
+        with self._lock:
+            row_ids, rows = self._rows.get(segment, (None, np.empty(0, np.int64)))
+            if row_ids is not columns.row_ids:
+                rows = columns.row_ids.rows_of(segment.row_ids.of(np.arange(segment.size)))
+                rows[rows >= columns.size] = -1
+                self._rows[segment] = columns.row_ids, rows
+            return rows
 
     def span(self, name: str, now: StateAttributes) -> tuple[float, float] | None:
         """The lowest and the highest value of a number attribute; None if no item has it."""
@@ -351,40 +370,3 @@ class SegmentAttributes:
                 while len(self._facets) > _MOST_FACETS:
                     self._facets.popitem(last=False)
         return known[1]
-
-
-class AttributesKeeper:
-    """Returns the attributes of a state, with caches per segment. Thread safe."""
-
-    def __init__(self) -> None:
-        self._none = SegmentAttributes(Columns(0, {}), {})
-        self._cached: weakref.WeakKeyDictionary[Segment, SegmentAttributes]
-        self._cached = weakref.WeakKeyDictionary()
-        self._lock = threading.Lock()
-
-    def at(self, view: CatalogView, snapshot: Snapshot) -> StateAttributes:
-        """The attributes of a snapshot with loaded changes; `view` must show the same state."""
-        assert snapshot.changes is not None
-        if snapshot.segment is None:
-            return StateAttributes(snapshot, snapshot.changes, self._none)
-        types = view.schema()
-        with self._lock:
-            cached = self._cached.get(snapshot.segment)
-            if cached is None or not cached.has_types(types):
-                columns = _columns_of(view, snapshot.segment).of_types(types)
-                cached = SegmentAttributes(columns, types)
-                self._cached[snapshot.segment] = cached
-        return StateAttributes(snapshot, snapshot.changes, cached)
-
-
-def _columns_of(view: CatalogView, segment: Segment) -> Columns:
-    """The columns of a segment; built from the catalogue for segments of an earlier version."""
-    if segment.columns is not None:
-        return segment.columns
-    builder = ColumnsBuilder(segment.size, view.schema())
-    for ids, attributes in view.attributes(_BATCH):
-        rows = segment.positions_of(ids)
-        is_there = rows >= 0
-        own = [some for some, there in zip(attributes, is_there, strict=True) if there]
-        builder.add(rows[is_there].tolist(), own)
-    return Columns(segment.size, dict(builder.columns()))

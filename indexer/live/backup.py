@@ -46,9 +46,9 @@ from kinlens.indexer.folder.manifest import (
 )
 from kinlens.indexer.folder.manifest import REPORT as BUILD_REPORT
 from kinlens.indexer.index.segment import MANIFEST as SEGMENT_MANIFEST
-from kinlens.indexer.index.segment import check_file
+from kinlens.indexer.index.segment import SEGMENTS, check_file
 from kinlens.indexer.index.segment import read_manifest as read_segment_manifest
-from kinlens.indexer.live.compaction import CATALOG, SEGMENTS
+from kinlens.indexer.live.compaction import CATALOG
 from kinlens.indexer.live.snapshot import open_segment
 from kinlens.indexer.types import Progress
 

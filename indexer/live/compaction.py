@@ -37,12 +37,17 @@ from kinlens.embedder.types import Embeddings
 from kinlens.indexer.catalog.database import Catalog, catalog_view
 from kinlens.indexer.catalog.read import CatalogView, State
 from kinlens.indexer.catalog.vectors import VECTORS, VectorFile
-from kinlens.indexer.columns.columns import COLUMN_BYTES, Columns, ColumnsBuilder
+from kinlens.indexer.columns.checkpoint import (
+    collect_columns,
+    load_columns,
+    store_columns,
+)
+from kinlens.indexer.columns.columns import COLUMN_BYTES
 from kinlens.indexer.folder.layout import disk_errors_explained
 from kinlens.indexer.index.copies import Copies
 from kinlens.indexer.index.plan import IndexSettings, plan_compaction
 from kinlens.indexer.index.segment import (
-    COLUMNS,
+    SEGMENTS,
     PreviousSegment,
     Rows,
     SegmentManifest,
@@ -53,7 +58,6 @@ from kinlens.indexer.index.segment import (
 from kinlens.indexer.types import NUMBER_BYTES, Ids, Progress
 
 CATALOG = "catalog.sqlite"
-SEGMENTS = "segments"
 _LOCK = "COMPACT"
 
 MAX_REMOVED_ROWS = 1 / 3
@@ -86,14 +90,14 @@ class CompactReport(BaseModel, frozen=True):
 def due(segment_size: int, tombstones: int, delta: int, dim: int) -> str | None:
     """Why a compaction is due: 20 % of the segment removed, or a large delta. None if not due.
 
-    `delta` counts items added or changed since, including removed ones, which stay in memory.
+    `delta` counts items added since, including removed ones, which stay in memory.
     """
     if segment_size and tombstones >= MAX_DEAD * segment_size:
         return f"{tombstones:,} of the {segment_size:,} items of the segment have been removed"
     limit = min(max(int(_DELTA_PART * segment_size), _SMALL_DELTA), _LARGE_DELTA)
     limit = min(limit, _DELTA_BYTES // (4 * dim))
     if delta >= limit:
-        return f"{delta:,} items were added or changed after the segment, the limit is {limit:,}"
+        return f"{delta:,} items were added after the segment, the limit is {limit:,}"
     return None
 
 
@@ -152,6 +156,7 @@ def collect(generation: Path) -> None:
         for folder in idle:
             if folder.name not in current:
                 discard(folder)
+        collect_columns(generation, generation / VECTORS)
 
 
 @contextlib.contextmanager
@@ -231,23 +236,15 @@ class _Compaction:
             previous = (
                 None if self._from_scratch else self._previous_segment(state, file, rewritten, rows)
             )
-            builder = ColumnsBuilder(rows.size, view.schema())
-            columns, moved = None, None
-            if previous is None:
-                for some, attributes in view.attributes():
-                    builder.add(rows.file.row_ids.rows_of(some).tolist(), attributes)
-            else:
-                changed = view.attributes_since(state.segment_seq)
-                some = np.array([item_id for item_id, _ in changed], np.int64)
-                builder.add(rows.file.row_ids.rows_of(some).tolist(), [own for _, own in changed])
-                columns = Columns.open(previous.folder / COLUMNS, previous.manifest.size)
-                old, moved = file.row_ids.rows_of(some), previous.moved.copy()
-                moved[old[(old >= 0) & (old < len(moved))]] = -1
+            columns = load_columns(self._generation, view, from_scratch=self._from_scratch)
+            if rewritten is not None:
+                columns = columns.moved(rewritten.name, rewritten.row_ids, rows.size)
+        if columns.changes or rewritten is not None:
+            store_columns(self._generation, columns)
         manifest = write_segment(
             stage,
             state.seq,
             rows,
-            builder.columns(columns, moved),
             self._settings,
             plan,
             self._on_progress,

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from kinlens.embedder.errors import InvalidParameterError
-from kinlens.indexer.live.attributes import Selected, Spread, StateAttributes
+from kinlens.indexer.columns.columns import Chosen
+from kinlens.indexer.live.attributes import Spread, StateAttributes
 from kinlens.indexer.types import MAX_COUNTED_VALUES, MAX_FACETS, AttributeFacts, Facet
 from kinlens.values import AttributeType
 
@@ -44,7 +45,7 @@ def facet_of(spread: Spread, type_: AttributeType) -> Facet:
 
 
 def facts_of(
-    name: str, type_: AttributeType, attributes: StateAttributes, selected: Selected
+    name: str, type_: AttributeType, attributes: StateAttributes, selected: Chosen
 ) -> AttributeFacts:
     """The value statistics of an attribute of this type over the selected items."""
     if attributes.is_nearly_unique(name):

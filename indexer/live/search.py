@@ -10,9 +10,10 @@ import numpy as np
 from kinlens.embedder.errors import GalleryCorruptError, InvalidParameterError, ItemNotFoundError
 from kinlens.embedder.types import Embeddings, Hit, ItemId
 from kinlens.indexer.catalog.read import Attributes, CatalogView, Row
+from kinlens.indexer.columns.columns import Chosen
 from kinlens.indexer.filters.text import Where, as_filter
 from kinlens.indexer.filters.tree import Filter, check_attribute, check_boosted, check_grouped
-from kinlens.indexer.live.attributes import AttributesKeeper, Selected, StateAttributes
+from kinlens.indexer.live.attributes import AttributesKeeper, StateAttributes
 from kinlens.indexer.live.facets import checked_names, facet_of
 from kinlens.indexer.live.ranking import (
     Candidate,
@@ -168,7 +169,7 @@ class Searcher:
                         f"Facet {name!r}: nearly every item has a different value. Choose an "
                         "attribute whose values are shared by several items."
                     )
-            selected: list[Selected] = []
+            selected: list[Chosen] = []
 
             def count(name: str) -> Facet:
                 options.checkpoint()
@@ -207,7 +208,7 @@ class Searcher:
         return mask
 
     def _attributes_of(self, now: Reading) -> StateAttributes:
-        return self._attributes.at(now.view, self._snapshots.with_changes(now))
+        return self._attributes.at(self._snapshots.with_columns(now))
 
     def _mask(self, now: Reading, options: SearchOptions) -> FilterMask | None:
         """The items that match the filter of a search; None for all. Raises: FilterError."""

@@ -5,13 +5,12 @@ running searches keep the old one. `SnapshotKeeper` returns the snapshot of the 
 """
 
 import contextlib
-import functools
 import logging
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -25,14 +24,20 @@ from kinlens.embedder.errors import GalleryCorruptError, GalleryError
 from kinlens.embedder.types import Embeddings
 from kinlens.indexer.bits import Bits, count_of, empty_bits, has_bits, packed_bits, put_bits
 from kinlens.indexer.catalog.database import Catalog
-from kinlens.indexer.catalog.read import Attributes, Base, CatalogView, State
+from kinlens.indexer.catalog.read import Base, CatalogView, State
+from kinlens.indexer.columns.checkpoint import (
+    advanced,
+    are_before,
+    load_columns,
+    store_columns,
+)
+from kinlens.indexer.columns.columns import Columns
 from kinlens.indexer.index.faiss import range_search
 from kinlens.indexer.index.index_types import Effort
-from kinlens.indexer.index.segment import COPY_S, Segment
-from kinlens.indexer.live.compaction import SEGMENTS, collect
+from kinlens.indexer.index.segment import COPY_S, SEGMENTS, Segment
+from kinlens.indexer.live.compaction import collect
 from kinlens.indexer.live.delta import Delta
 from kinlens.indexer.types import Ids, Scores
-from kinlens.values import Scalar, values_in
 
 _OVERFETCH = 2  # extra items to fetch, as a multiple of the expected number of removed hits
 _MAX_DROPPED = 0.25  # share of hidden items above which a search with a mask is faster
@@ -40,60 +45,8 @@ _COLLECT_S = 0.1
 _RETRY_S = 60.0  # pause after a segment could not be opened
 _ROUNDED = np.float32(2e-6)  # rounding differences between scores of the same two vectors
 _GPU_STEP_S = 0.2  # how often to check for `close` while an index is copied to the GPU
+_MIN_CHANGES, _CHANGED_PART = 2**15, 32  # changed items before a new checkpoint of columns
 _MAX_ATTEMPTS = 8  # to open a segment that a compaction may delete before it is opened
-
-
-@dataclass(frozen=True)
-class Changes:
-    """The attributes of the items that were added or changed after the segment, oldest first.
-
-    rows: the row (E,) of each entry in the snapshot; the last entry of a row counts.
-    attributes: only the first E entries belong to this state; later changes append to this list.
-    prune_at: the number of entries at which replaced entries are dropped.
-    """
-
-    rows: Ids
-    attributes: list[Attributes]
-    prune_at: int = 1024
-
-    def extended(self, rows: Ids, attributes: Sequence[Attributes]) -> "Changes":
-        """These changes and later ones."""
-        if not len(rows):
-            return self
-        known = self.attributes
-        if len(known) > len(self.rows):  # a later state has already appended to the list
-            known = known[: len(self.rows)]
-        known.extend(attributes)
-        found = Changes(np.concatenate([self.rows, rows]), known, self.prune_at)
-        if len(known) < self.prune_at:
-            return found
-        last = np.flatnonzero(found.is_last)
-        if 2 * len(last) > len(known):
-            return replace(found, prune_at=2 * len(known))
-        # Items that change all the time must not use up the memory.
-        kept = [known[entry] for entry in last.tolist()]
-        return Changes(found.rows[last], kept, max(1024, 2 * len(kept)))
-
-    def values(self, name: str) -> list[tuple[Scalar, ...]]:
-        """The distinct values of an attribute in each entry (E,)."""
-        if name not in self._values:
-            some = self.attributes[: len(self.rows)]
-            self._values[name] = [
-                tuple(dict.fromkeys(values_in(attributes.get(name)))) for attributes in some
-            ]
-        return self._values[name]
-
-    @functools.cached_property
-    def _values(self) -> dict[str, list[tuple[Scalar, ...]]]:
-        return {}
-
-    @functools.cached_property
-    def is_last(self) -> NDArray[np.bool_]:
-        """Mask (E,) of the entries that no later entry replaces."""
-        found = np.zeros(len(self.rows), np.bool_)
-        _, last = np.unique(self.rows[::-1], return_index=True)
-        found[len(self.rows) - 1 - last] = True
-        return found
 
 
 class Nearest(NamedTuple):
@@ -124,8 +77,8 @@ class Snapshot:
     `hidden` marks the positions that the index must not return: for each content, the index
     returns its first position as long as any of its items is not removed.
 
-    The segment contains the items of `state.segment_seq`; None if there were no items. `changes`
-    are read when a filter or a facet first needs them.
+    The segment contains the items of `state.segment_seq`; None if there were no items. `columns`,
+    the attributes of the state, are read when a filter or a facet first needs them.
     """
 
     state: State
@@ -136,7 +89,7 @@ class Snapshot:
     hidden: Bits
     hidden_count: int
     delta: Delta
-    changes: Changes | None = None
+    columns: Columns | None = None
 
     @classmethod
     def load(cls, view: CatalogView, state: State, segment: Segment | None) -> "Snapshot":
@@ -155,27 +108,9 @@ class Snapshot:
         later = replace(self, state=state, delta=delta)
         if self.segment is not None and len(removed):
             later = later._with_tombstones(self.tombstones, removed)
-        if self.changes is None:
-            return later
-        changes = self.changes.extended(*later._changes_since(view, self.state.seq))
-        return replace(later, changes=changes)
-
-    def with_changes(
-        self, view: CatalogView, earlier: "_LoadedChanges | None" = None
-    ) -> "Snapshot":
-        """This snapshot with its `changes` loaded from `view`, which must show the same state.
-
-        Changes in `earlier` are reused if they belong to an earlier state of the same segment.
-        """
-        changes, seq = Changes(np.empty(0, np.int64), []), self.base[1]
-        if earlier is not None and earlier.base == self.base and earlier.seq <= self.state.seq:
-            changes, seq = earlier.changes, earlier.seq
-        return replace(self, changes=changes.extended(*self._changes_since(view, seq)))
-
-    def _changes_since(self, view: CatalogView, seq: int) -> tuple[Ids, list[Attributes]]:
-        found = view.attributes_since(seq)
-        rows = self.rows_of(np.array([item_id for item_id, _ in found], np.int64))
-        return rows, [attributes for _, attributes in found]
+        if self.columns is None or not are_before(self.columns, view):
+            return replace(later, columns=None)
+        return replace(later, columns=advanced(self.columns, view))
 
     @property
     def size(self) -> int:
@@ -447,14 +382,6 @@ class Snapshot:
         )
 
 
-class _LoadedChanges(NamedTuple):
-    """The changes between the segment `base` and the state `seq`."""
-
-    base: Base
-    seq: int
-    changes: Changes
-
-
 class Reading(NamedTuple):
     """One state of a gallery: the catalogue in a read transaction, and the snapshot."""
 
@@ -481,7 +408,7 @@ class SnapshotKeeper:
         self._snapshot: Snapshot | None = None
         self._advancing = threading.Lock()
         # Not a snapshot: it would keep a replaced segment in memory.
-        self._loaded: _LoadedChanges | None = None
+        self._columns: Columns | None = None
         self._loading = threading.Lock()
 
     @contextlib.contextmanager
@@ -504,19 +431,45 @@ class SnapshotKeeper:
             "Rebuild it from the catalogue: kinlens-index compact GALLERY --rebuild."
         )
 
-    def with_changes(self, now: Reading) -> Snapshot:
-        """The snapshot of `now` with its `changes` loaded."""
-        if now.snapshot.changes is not None:
+    def with_columns(self, now: Reading) -> Snapshot:
+        """The snapshot of `now` with its `columns` loaded."""
+        if now.snapshot.columns is not None:
             return now.snapshot
-        with self._loading:  # not `_advancing`: reading many changes must not block other searches
-            found = now.snapshot.with_changes(now.view, self._loaded)
-            assert found.changes is not None
-            if self._loaded is None or self._loaded.seq <= found.state.seq:
-                self._loaded = _LoadedChanges(found.base, found.state.seq, found.changes)
+        with self._loading:  # not `_advancing`: loading columns must not block other searches
+            known = self._columns
+            if known is not None and are_before(known, now.view):
+                columns = advanced(known, now.view)
+            else:
+                columns = load_columns(self.generation, now.view)
+            if known is None or known.seq <= columns.seq:
+                self._columns = columns
+        found = replace(now.snapshot, columns=columns)
         with self._advancing:
             if self._snapshot is now.snapshot:
                 self._snapshot = found
         return found
+
+    def follow(self) -> None:
+        """Apply new writes to the columns, if they are in use, so that no search has to do it."""
+        current = self._snapshot
+        if current is not None and current.columns is not None:
+            with contextlib.suppress(GalleryError):  # the next search raises it
+                self.newest()
+
+    def checkpoint(self) -> None:
+        """Store the columns if many items changed since their checkpoint. Raises: OSError."""
+        current = self._snapshot
+        columns = None if current is None else current.columns
+        if columns is None or columns.changes < max(_MIN_CHANGES, columns.size // _CHANGED_PART):
+            return
+        store_columns(self.generation, columns)
+        with self.reading() as now:  # use it, since its values are sorted
+            found = replace(now.snapshot, columns=load_columns(self.generation, now.view))
+            with self._loading:
+                self._columns = found.columns
+            with self._advancing:
+                if self._snapshot is now.snapshot:
+                    self._snapshot = found
 
     def newest(self) -> Snapshot:
         """The snapshot of the latest state, for searches that read no rows of the catalogue.
@@ -622,8 +575,8 @@ class SnapshotKeeper:
                 if state.base != base:
                     return  # replaced by another compaction
                 following = Snapshot.load(view, state, segment)
-                if current.changes is not None:  # searches use filters
-                    following = following.with_changes(view)
+                if current.columns is not None:  # searches use filters
+                    following = replace(following, columns=load_columns(self.generation, view))
                 self._next = following
         except FileNotFoundError:
             return  # replaced by another compaction

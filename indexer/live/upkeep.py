@@ -16,11 +16,11 @@ from kinlens.indexer.folder.manifest import (
     GalleryFacts,
 )
 from kinlens.indexer.index.plan import IndexSettings
+from kinlens.indexer.index.segment import SEGMENTS
 from kinlens.indexer.index.segment import read_manifest as read_segment_manifest
 from kinlens.indexer.live.compaction import (
     CATALOG,
     KEEP_REMOVED_S,
-    SEGMENTS,
     BackgroundCompaction,
     CompactReport,
     collect,
@@ -145,6 +145,7 @@ class GalleryUpkeep(GalleryWriter):
         wait for it, and compact in the background if that is due.
         """
         self._snapshots.refresh()
+        self._snapshots.follow()
         if self._background is not None:
             self._background.nudge()
 
@@ -179,12 +180,19 @@ class GalleryUpkeep(GalleryWriter):
         """Compact the gallery in another thread whenever a write, or `refresh`, finds it due."""
         if self._background is None:
             self._background = BackgroundCompaction(
-                self.needs_compaction,
+                self._due_in_background,
                 lambda progress: self.compact(keep_removed_s=KEEP_REMOVED_S, on_progress=progress),
                 on_error,
             )
             self._background.nudge()
         return self._background
+
+    def _due_in_background(self) -> str | None:
+        reason = self.needs_compaction()
+        if reason is None and self.copy_of is None:
+            with disk_errors_explained(self.generation_folder):
+                self._snapshots.checkpoint()
+        return reason
 
     def _due(self, view: CatalogView, state: State) -> str | None:
         name, size = self._segment_size
@@ -200,8 +208,7 @@ class GalleryUpkeep(GalleryWriter):
             size = manifest.items
             self._segment_size = (state.segment, size)
         removed = view.removed_count()
-        changed = view.count_changed(state.segment_seq)
-        return due(size, removed, max(changed, state.size - size + removed), view.dim)
+        return due(size, removed, state.size - size + removed, view.dim)
 
     def _version_at(self, seq: int) -> str:
         return hashlib.sha256(f"{self.manifest.uid}:{seq}".encode()).hexdigest()

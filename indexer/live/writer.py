@@ -257,6 +257,7 @@ class GalleryWriter(GalleryReader):
             yield writer
             crash_point("write: before commit")
         crash_point("write: after commit")
+        self._snapshots.follow()
         if self._background is not None:
             self._background.nudge()
 

@@ -66,7 +66,6 @@ def check(gallery: Gallery) -> None:
         ("index.faiss", truncated),
         ("index.faiss", flipped),
         ("gone.bin", flipped),
-        ("columns.bin", Path.unlink),
         ("segment.json", truncated),
         (".", shutil.rmtree),
     ],

@@ -5,10 +5,11 @@ import random
 import pytest
 
 from kinlens.embedder.errors import FilterError
-from kinlens.indexer.columns import columns
+from kinlens.indexer.columns import columns, match
 from kinlens.indexer.filters.json import filter_from_json
 from kinlens.indexer.filters.text import parse_filter
 from kinlens.indexer.filters.tree import And, Equals, Exists, Filter, In, Not, Or, Range, StartsWith
+from kinlens.indexer.live import attributes as live
 from kinlens.indexer.types import SearchOptions
 from kinlens.values import AttributeValue
 from tests.indexer.oracle import entry, random_filter, units
@@ -94,9 +95,10 @@ def test_the_text_and_json_forms_mean_the_same_as_the_classes() -> None:
 
 
 def test_a_gallery_finds_exactly_the_items_that_match(gallery, monkeypatch) -> None:
-    """Also in a segment whose columns are merged a few values at a time, as large ones are."""
-    monkeypatch.setattr(columns, "MERGED_AT_ONCE", 20)
-    monkeypatch.setattr(columns, "CHUNK", 64)
+    """Also in columns of many chunks, whose values are sorted several times."""
+    monkeypatch.setattr(columns, "MIN_LATER", 20)
+    for module in (columns, match, live):
+        monkeypatch.setattr(module, "CHUNK", 64)
     rng = random.Random(2)
     entries = []
     for number in range(300):

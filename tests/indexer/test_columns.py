@@ -1,0 +1,166 @@
+"""Attributes in columns: right after any changes, and apart from the index."""
+
+from collections import Counter
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kinlens.indexer.columns import columns, match
+from kinlens.indexer.filters.text import parse_filter
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.index.plan import IndexSettings
+from kinlens.indexer.live import attributes
+from kinlens.indexer.types import Entry, Grouping, SearchOptions, SortBy
+from kinlens.values import values_in
+from tests.indexer.conftest import segment_of
+from tests.indexer.oracle import entry, units
+
+FILTERS = [
+    "price < 40",
+    "price >= 20 and price < 90",
+    'colour = "red" or price > 80',
+    'not (colour = "red")',
+    'sizes = "m"',
+    'colour = "blue" and not (sizes = "s")',
+    "extra exists",
+    'name starts with "n1"',
+]
+NAMES = ("price", "colour", "sizes", "name", "extra")
+
+
+def drawn(rng: np.random.Generator, step: int) -> dict[str, Any]:
+    """Random attributes, some of them missing, of a growing number of values."""
+    sizes = [str(size) for size in rng.choice(["s", "m", "l", "xl"], int(rng.integers(4)), False)]
+    given: dict[str, Any] = {
+        "price": int(rng.integers(100)) + float(rng.choice([0, 0.5, step / 64])),
+        "colour": str(rng.choice(["red", "blue", f"colour {step}"])),
+        "name": f"n{int(rng.integers(2000))}",
+    }
+    left = {name: value for name, value in given.items() if rng.random() < 0.8}
+    if sizes:
+        left["sizes"] = tuple(sizes)
+    if step > 6 and rng.random() < 0.1:  # an attribute that no item had before
+        left["extra"] = bool(rng.random() < 0.5)
+    return left
+
+
+def check(gallery: Gallery, truth: dict[str, Entry], rng: np.random.Generator) -> None:
+    """Pages, searches, facets, sorted pages and groups equal those of a look at each item."""
+    known, items = gallery.schema(), list(gallery.items())
+    assert {i.key: dict(i.attributes) for i in items} == {
+        key: dict(own.attributes) for key, own in truth.items()
+    }
+    vectors = np.stack([truth[item.key].vector for item in items])
+    query = units(1, int(rng.integers(1000)))
+    for text in rng.choice(FILTERS, 3, replace=False).tolist():
+        where = parse_filter(text)
+        if not set(NAMES) & set(known) >= {name for name in NAMES if name in text}:
+            continue
+        fit = [item for item in items if where.matches(item.attributes)]
+        assert [i.key for i in gallery.page(0, 5000, where).items] == [i.key for i in fit], text
+        [hits] = gallery.search(query, 5, SearchOptions(where=where, exact=True))
+        scores = sorted(
+            (float(vectors[n] @ query[0]) for n, i in enumerate(items) if i in fit), reverse=True
+        )
+        np.testing.assert_allclose([hit.score for hit in hits], scores[:5], atol=1e-5)
+        for name in {"colour", "sizes"} & set(known):
+            facet = gallery.facets([name], None, SearchOptions(where=where))[name]
+            given = [values_in(item.attributes.get(name)) for item in fit]
+            assert facet.missing == sum(not own for own in given)
+            assert dict(facet.values or ()) == Counter(value for own in given for value in own)
+    if "price" in known:
+        for descending in (False, True):
+            order = SortBy("price", descending)
+            found = gallery.page(0, 30, sort_by=order).items
+            priced = [i for i in items if "price" in i.attributes]
+            priced.sort(key=lambda i: i.attributes["price"], reverse=descending)
+            rest = [i for i in items if "price" not in i.attributes]
+            assert [i.key for i in found] == [i.key for i in [*priced, *rest][:30]]
+    if "colour" in known:
+        [groups] = gallery.search_groups(query, len(items), Grouping("colour", 1))
+        colours = {i.attributes["colour"] for i in items if "colour" in i.attributes}
+        assert {g.value for g in groups if g.value is not None} == colours
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_attributes_are_right_after_any_changes_compactions_and_openings(
+    gallery, monkeypatch, seed: int
+) -> None:
+    for module in (columns, match, attributes):
+        monkeypatch.setattr(module, "CHUNK", 64)
+    monkeypatch.setattr(columns, "MIN_LATER", 8)
+    rng = np.random.default_rng(seed)
+    truth: dict[str, Entry] = {}
+    count = 0
+    with ExitStack() as opened:
+        other = opened.enter_context(closing(Gallery.open(gallery.path)))  # like another process
+        for step in range(24):
+            chosen = [str(key) for key in rng.permutation([*truth])[:20]]
+            kind = int(rng.integers(7)) if truth else 0
+            if kind <= 1:
+                vectors = units(30, int(rng.integers(10**6)))
+                new = [
+                    entry(f"k{count + n}", vector, drawn(rng, step), f"{seed} {count + n}")
+                    for n, vector in enumerate(vectors)
+                ]
+                count += len(new)
+                gallery.add(new)
+                truth |= {one.key: one for one in new}
+            elif kind == 2:
+                changes = {key: drawn(rng, step) for key in chosen}
+                for key, change in changes.items():
+                    own = {**dict.fromkeys(NAMES), **change}
+                    gallery.update({key: own})
+                    truth[key] = replace(truth[key], attributes=change)
+            elif kind == 3:
+                gallery.remove(chosen)
+                if step % 2:
+                    gallery.restore(chosen[:10])
+                    chosen = chosen[10:]
+                truth = {key: own for key, own in truth.items() if key not in chosen}
+            elif kind == 4:
+                gallery.compact(keep_removed_s=float(rng.choice([0, 1000])))
+            elif kind == 5:
+                other.close()
+                other = opened.enter_context(closing(Gallery.open(gallery.path)))
+            else:
+                with closing(Gallery.open(gallery.path)) as writer:
+                    writer.update({key: {"price": step + 0.125} for key in chosen})
+                for key in chosen:
+                    left = {**truth[key].attributes, "price": step + 0.125}
+                    truth[key] = replace(truth[key], attributes=left)
+            if truth:
+                check(gallery if step % 3 else other, truth, rng)
+        check(gallery, truth, rng)
+        check(other, truth, rng)
+
+
+def test_a_changed_attribute_writes_nothing_of_an_index_and_makes_no_compaction_due(
+    gallery, monkeypatch
+) -> None:
+    vectors = units(3000)
+    gallery.add(entry(f"k{n}", v, {"price": n % 7}, str(n)) for n, v in enumerate(vectors))
+    gallery.compact(IndexSettings(kind="ivf-pq"))
+    folder = segment_of(gallery.path)
+    before = {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
+    assert "columns.bin" not in before
+    monkeypatch.setattr("kinlens.indexer.live.compaction._SMALL_DELTA", 100)
+    gallery.update({f"k{n}": {"price": n + 0.5} for n in range(3000)})
+    assert gallery.needs_compaction() is None
+    assert gallery.page(0, 1, "price > 2000").total == 1000
+    assert segment_of(gallery.path) == folder
+    assert {file.name: file.stat().st_mtime_ns for file in folder.iterdir()} == before
+
+
+def test_the_values_of_erased_items_leave_the_columns(gallery) -> None:
+    gallery.add(entry(f"k{n}", v, {"name": f"secret {n}"}) for n, v in enumerate(units(20)))
+    gallery.compact()
+    gallery.remove(["k3"])
+    gallery.compact()
+    [file] = gallery.generation_folder.glob("columns/*.bin")
+    assert b"secret 2" in file.read_bytes()
+    assert b"secret 3" not in file.read_bytes()
+    assert gallery.facets(["name"])["name"].missing == 0

@@ -27,7 +27,14 @@ from kinlens.embedder.durable import rename, staged, sync
 from kinlens.embedder.errors import GalleryCorruptError
 from kinlens.indexer.bits import Bits, count_of, packed_bits
 from kinlens.indexer.catalog.vectors import RowIds
-from kinlens.indexer.columns.values import Values, from_arrays, packed, spliced, to_arrays
+from kinlens.indexer.columns.values import (
+    Values,
+    from_arrays,
+    packed,
+    places_of,
+    spliced,
+    to_arrays,
+)
 from kinlens.indexer.types import Ids
 from kinlens.values import AttributeType, AttributeValue, Scalar
 
@@ -353,7 +360,7 @@ class Column:
         """The codes (codes,), ascending by their values."""
         first = np.arange(1, len(self.dictionary.values) + 1)
         values, codes = self.later()
-        places = [bisect_left(self.dictionary.values, value) for value in values]
+        places = places_of(values, self.dictionary.values, self.type)
         return np.insert(first, places, codes)
 
     def later(self) -> tuple[list[Any], Ids]:
@@ -402,7 +409,7 @@ class Column:
         used = np.concatenate([[False], self.counts > 0])
         kept, fresh = used[1 : len(base) + 1], used[codes]
         values = [value for value, is_used in zip(values, fresh.tolist(), strict=True) if is_used]
-        places = np.array([bisect_left(base, value) for value in values], np.int64)
+        places = places_of(values, base, self.type)
         sums = np.concatenate([[0], np.cumsum(kept)])
         # The new code of a value is the number of kept and of inserted values up to it.
         table = np.zeros(self.codes + 1, np.uint32)

@@ -5,6 +5,7 @@ UTF-8 bytes, which is the order of their code points.
 """
 
 import json
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, overload
 
@@ -121,6 +122,18 @@ def spliced(
             return Numbers(np.insert(own, offsets, others))
     rest = [value for value, is_kept in zip(values, kept.tolist(), strict=True) if is_kept]
     return packed(sorted([*rest, *new]), type_)
+
+
+def places_of(new: Sequence[Any], values: Values, type_: AttributeType) -> NDArray[np.int64]:
+    """The index (N,) of the first of the `values` that is not below each of the `new` ones."""
+    own = packed(new, type_)
+    if isinstance(own, Numbers) and isinstance(values, Numbers):
+        ours, others = own.array, values.array
+        if ours.dtype != others.dtype and _is_exact(ours) and _is_exact(others):
+            ours, others = ours.astype(np.float64), others.astype(np.float64)
+        if ours.dtype == others.dtype:
+            return np.searchsorted(others, ours)
+    return np.array([bisect_left(values, value) for value in new], np.int64)
 
 
 def _is_exact(array: NDArray[Any]) -> bool:

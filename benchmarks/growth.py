@@ -16,6 +16,7 @@ galleries are kept there and reused.
                 searches; p50 and the longest search compared with before, and recall
     during      p99 of searches next to 40 writes per second, compared with that without, while the
                 gallery compacts itself when it is due
+    prices      up to 200,000 prices change; then new filters and facets, compared with before
     attributes  filters, facets, groups and statistics of attributes: in a gallery that was just
                 opened and has searched once, the same again, and after a write
 
@@ -58,7 +59,7 @@ from kinlens.indexer.live.compaction import KEEP_REMOVED_S
 from kinlens.indexer.types import Entry, Grouping, SearchOptions, VectorType
 from kinlens.values import AttributeValue
 
-PARTS = ("build", "write", "search", "filters", "catch-up", "during", "attributes")
+PARTS = ("build", "write", "search", "filters", "catch-up", "during", "prices", "attributes")
 COLOURS = ("red", "green", "blue", "black", "white", "grey", "pink", "brown")
 FACETS = ["colour", "brand", "price", "sale"]
 FILTERS = (
@@ -73,12 +74,13 @@ SHARES = {"0.1 %": 1, "1 %": 10, "10 %": 100, "50 %": 500}
 
 RECALL_QUERIES, PLAIN = 200, SearchOptions()
 WRITES_PER_S, PHASE_S, PHASES = 40, 10, 4
+PRICES = 200_000
 Figures = dict[str, float]
 
 
 def main() -> None:
     args = options(
-        __doc__, sizes=["10k", "100k"], dims=[128], parts=list(PARTS[:6]), path=None,
+        __doc__, sizes=["10k", "100k"], dims=[128], parts=list(PARTS[:7]), path=None,
         adds=100_000, vector_type="fp32",
     )  # fmt: skip
     found: dict[int, Figures] = {}
@@ -107,6 +109,7 @@ def measured(path: Path, n: int, dim: int, args: Namespace) -> Figures:
         "filters": lambda: filtered(path, n, dim),
         "catch-up": lambda: caught_up(path, n, dim, args.adds),
         "during": lambda: during_writes(path, n, dim),
+        "prices": lambda: repriced(path, n, dim),
         "attributes": lambda: attributed(path, n, dim),
     }
     for name, part in parts.items():
@@ -305,6 +308,34 @@ def compacted(path: Path) -> float:
     """Seconds of a compaction."""
     with contextlib.closing(Gallery.open(path, load_index=False)) as gallery:
         return gallery.compact(keep_removed_s=KEEP_REMOVED_S).elapsed_s
+
+
+def repriced(path: Path, n: int, dim: int) -> Figures:
+    """Each new filter is the page of its first items; the index is not searched."""
+    figures: Figures = {}
+    prices = np.random.default_rng(0).integers(0, 100_000, min(n, PRICES)) / 100
+    with contextlib.closing(Gallery.open(path)) as gallery:
+        gallery.search(clustered_queries(n, dim)[:1], 10)
+
+        def ask(when: str, least: int) -> None:
+            filters = [parse_filter(f"{least} <= price < {least + step}") for step in range(1, 6)]
+            pages = [partial(gallery.page, 0, 10, where) for where in filters]
+            figures[f"a new filter {when}, ms"] = statistics.median(map(timed_ms, pages))
+            figures[f"facets {when}, ms"] = timed_ms(partial(gallery.facets, FACETS))
+
+        gallery.facets(FACETS)
+        ask("before", 10)
+        started = time.perf_counter()
+        for start in range(0, len(prices), 10_000):
+            some = enumerate(prices[start : start + 10_000].tolist(), start)
+            gallery.update({f"{number:09d}": {"price": price} for number, price in some})
+        figures["changed prices per second"] = len(prices) / (time.perf_counter() - started)
+        ask("after", 30)
+        assert gallery.needs_compaction() is None, "prices are no reason to write an index"
+    verdict(
+        "a new filter after the changes, ms", figures["a new filter after, ms"], 5, at_most=True
+    )
+    return figures
 
 
 def attributed(path: Path, n: int, dim: int) -> Figures:

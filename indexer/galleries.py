@@ -13,7 +13,7 @@ from kinlens.indexer.catalog.vectors import NUMBERS, VECTORS
 from kinlens.indexer.exchange.follow import Follower as Follower
 from kinlens.indexer.exchange.follow import checked_s as checked_s
 from kinlens.indexer.exchange.milvus import MilvusStore as MilvusStore
-from kinlens.indexer.exchange.publish import snapshot_at as snapshot_at
+from kinlens.indexer.exchange.published import snapshot_at as snapshot_at
 from kinlens.indexer.folder.layout import CURRENT as CURRENT
 from kinlens.indexer.folder.layout import UPLOADS, GalleryFolder
 from kinlens.indexer.folder.manifest import GalleryFacts as GalleryFacts

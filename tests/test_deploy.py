@@ -29,7 +29,7 @@ from kinlens.embedder.manifest import BundleManifest
 from kinlens.indexer.catalog.schema import SCHEMA_VERSION, check_schema
 from kinlens.indexer.exchange.milvus_collection import MilvusFacts
 from kinlens.indexer.exchange.parquet import SCHEMA
-from kinlens.indexer.exchange.publish import Snapshot
+from kinlens.indexer.exchange.published import PublishedSnapshot
 from kinlens.indexer.folder.manifest import GalleryManifest
 from kinlens.indexer.index.segment import SegmentManifest
 from kinlens.indexer.ingest.parts import Part
@@ -124,7 +124,7 @@ def test_the_page_says_which_schemas_are_read_and_written(tmp_path: Path) -> Non
         "backup of a gallery": schemas(BackupReport),
         "export as Parquet": ({int(SCHEMA)}, int(SCHEMA)),
         "vectors of `kinlens-index embed`": schemas(ShardsManifest),
-        "snapshot of `kinlens-index publish`": schemas(Snapshot),
+        "snapshot of `kinlens-index publish`": schemas(PublishedSnapshot),
         "collection on Milvus": schemas(MilvusFacts),
         "keys": ({keys}, keys),
     }

@@ -36,7 +36,7 @@ from kinlens.indexer.catalog.database import Catalog
 from kinlens.indexer.catalog.replay import Removed, apply_part, finish, unpacked
 from kinlens.indexer.catalog.vectors import NUMBERS, ROWS, VECTORS, VectorFile
 from kinlens.indexer.exchange.objects import ObjectFolder
-from kinlens.indexer.exchange.publish import FILES, OBJECTS, Snapshot, snapshot_at
+from kinlens.indexer.exchange.published import FILES, OBJECTS, PublishedSnapshot, snapshot_at
 from kinlens.indexer.folder.layout import DOWNLOADS, GalleryFolder, disk_errors_explained
 from kinlens.indexer.folder.manifest import write_manifest
 from kinlens.indexer.index.segment import MANIFEST as SEGMENT_MANIFEST
@@ -102,7 +102,7 @@ class Follower:
             "persists, publish the gallery to another address."
         )
 
-    def _take_over(self, snapshot: Snapshot) -> bool:
+    def _take_over(self, snapshot: PublishedSnapshot) -> bool:
         self._gallery.mark_as_copy(self.address)
         self._clean(snapshot.objects())  # remains of failed updates
         name, has_changed = snapshot.gallery.generation, True
@@ -119,7 +119,7 @@ class Follower:
             if file.name not in {_LOCK, _CHECKED, *kept}:
                 file.unlink()
 
-    def _begin(self, snapshot: Snapshot) -> None:
+    def _begin(self, snapshot: PublishedSnapshot) -> None:
         """Create the copy of a new generation."""
         with self._gallery.stage() as stage:
             manifest = snapshot.gallery
@@ -135,7 +135,7 @@ class Follower:
             self._advance(snapshot, stage)
             self._gallery.publish(stage, manifest.generation)
 
-    def _advance(self, snapshot: Snapshot, generation: Path) -> bool:
+    def _advance(self, snapshot: PublishedSnapshot, generation: Path) -> bool:
         """Bring a generation to the state of the snapshot; returns whether it changed."""
         with contextlib.closing(Catalog.open(generation / CATALOG, writable=True)) as catalog:
             with catalog.reading() as view:
@@ -157,7 +157,7 @@ class Follower:
         collect(generation)
         return True
 
-    def _apply(self, catalog: Catalog, snapshot: Snapshot, seq: int) -> None:
+    def _apply(self, catalog: Catalog, snapshot: PublishedSnapshot, seq: int) -> None:
         """Write the rows and tombstones of the snapshot, under the present segment."""
         deltas = [delta for delta in snapshot.deltas if delta.until > seq]
         for facts in [facts for delta in deltas for facts in delta.objects]:
@@ -181,7 +181,7 @@ class Follower:
             crash_point("follow: before commit")
         crash_point("follow: after commit")
 
-    def _check_segment(self, snapshot: Snapshot) -> None:
+    def _check_segment(self, snapshot: PublishedSnapshot) -> None:
         """Raise GalleryCorruptError unless this version can read the segment of the snapshot."""
         if snapshot.segment is None:
             return
@@ -196,7 +196,7 @@ class Follower:
                     "this one cannot read. Update Kinlens on this host; the copy stays as it is."
                 ) from error
 
-    def _adopt(self, catalog: Catalog, snapshot: Snapshot, generation: Path) -> None:
+    def _adopt(self, catalog: Catalog, snapshot: PublishedSnapshot, generation: Path) -> None:
         """Switch to the segment and the vector file of the snapshot."""
         with contextlib.ExitStack() as stack:
             with catalog.reading() as view:
@@ -212,7 +212,7 @@ class Follower:
             crash_point("follow: after adoption")
 
     @contextlib.contextmanager
-    def _segment(self, generation: Path, snapshot: Snapshot) -> Iterator[None]:
+    def _segment(self, generation: Path, snapshot: PublishedSnapshot) -> Iterator[None]:
         """Copy the segment of the snapshot, and mark it as in use until the catalogue names it."""
         folder = generation / SEGMENTS
         files = {name: self._download(facts) for name, facts in snapshot.segment_files.items()}
@@ -225,7 +225,7 @@ class Follower:
 
     @contextlib.contextmanager
     def _vectors(
-        self, catalog: Catalog, generation: Path, snapshot: Snapshot
+        self, catalog: Catalog, generation: Path, snapshot: PublishedSnapshot
     ) -> Iterator[VectorFile]:
         """Create a vector file with the rows of the snapshot, and mark it as in use until the
         catalogue names it. Rows of removed items are zero and never read.
@@ -246,7 +246,7 @@ class Follower:
             _move(stage, folder / snapshot.vectors)
             yield VectorFile.open(folder / snapshot.vectors, manifest.dim)
 
-    def _copy_files(self, snapshot: Snapshot, generation: Path) -> bool:
+    def _copy_files(self, snapshot: PublishedSnapshot, generation: Path) -> bool:
         """Copy the other files of a generation; returns whether one changed."""
         has_changed = False
         for name in FILES:

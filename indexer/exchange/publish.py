@@ -1,7 +1,7 @@
 """Publish snapshots of a gallery at an address of fsspec, for any number of followers.
 
 ADDRESS/
-  snapshot.json        Snapshot; replaced last, so a snapshot is published atomically
+  snapshot.json        PublishedSnapshot; replaced last, so a snapshot is published atomically
   objects/<sha256>     files that snapshots share: parts of the catalogue, segments, row numbers
   pictures/<ab>/<sha256>   the images of items, if requested
 
@@ -23,10 +23,9 @@ import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
 
 import numpy as np
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel
 
 from kinlens.embedder.bundle import sha256_of
 from kinlens.embedder.durable import FileFacts, crash_point, exclusive, holder, lock_folder
@@ -35,13 +34,11 @@ from kinlens.embedder.errors import (
     GalleryConflictError,
     GalleryCorruptError,
     GalleryError,
-    GalleryNotFoundError,
     KinlensError,
 )
 from kinlens.indexer.catalog.database import catalog_view
 from kinlens.indexer.catalog.read import CatalogView
 from kinlens.indexer.catalog.replay import (
-    NameRows,
     name_rows,
     packed,
     tombstones,
@@ -51,30 +48,28 @@ from kinlens.indexer.catalog.replay import (
 from kinlens.indexer.catalog.schema import read_state
 from kinlens.indexer.catalog.vectors import NUMBERS, VectorFile
 from kinlens.indexer.exchange.objects import ObjectFolder
+from kinlens.indexer.exchange.published import (
+    FILES,
+    LAYOUT,
+    OBJECTS,
+    SNAPSHOT,
+    Owner,
+    Part,
+    PublishedDelta,
+    PublishedSnapshot,
+    read_as,
+)
 from kinlens.indexer.folder.layout import PUBLISH, UPLOADS, GalleryFolder, disk_errors_explained
 from kinlens.indexer.folder.manifest import (
-    CALIBRATION,
-    PRECISIONS,
-    REPORT,
-    GalleryManifest,
     read_manifest,
 )
 from kinlens.indexer.images import source_bytes
 from kinlens.indexer.index.segment import MANIFEST as SEGMENT_MANIFEST
-from kinlens.indexer.index.segment import SEGMENTS, brief
+from kinlens.indexer.index.segment import SEGMENTS
 from kinlens.indexer.index.segment import read_manifest as read_segment_manifest
 from kinlens.indexer.live.compaction import CATALOG
 from kinlens.indexer.types import Ids, Item, Progress
 
-SNAPSHOT = "snapshot.json"
-OBJECTS = "objects"
-
-RETIRED_S = 3600.0
-"""Grace period before an object that no snapshot names is deleted, for slow followers. The time of
-a whole copy at 4 MB/s is added to it."""
-
-_SLOWEST = 4e6  # bytes per second
-_LAYOUT = 2  # 0.2 has written 1
 _ORPHAN_AGE_S = 86_400.0  # age after which an object without a snapshot counts as a failed upload
 _PART_BYTES = 2**20  # an erased item costs the upload of such a part
 _MAX_PARTS = 256  # of a delta; larger ones have larger parts
@@ -82,110 +77,6 @@ _ROW_BYTES = 600  # estimate for an item without its vector
 _BATCH = 4096  # items whose images are checked per view of the catalogue
 _IMAGE_BYTES = 64 * 2**20  # images in memory, uploaded together
 _ATTEMPTS = 8  # in case a compaction replaces the segment before it is locked
-FILES = (REPORT, CALIBRATION, PRECISIONS)
-"""Other files of a generation that are published: not manifest, catalogue, vectors or segments."""
-
-
-# Names become paths on every following host, so they are restricted.
-_SEGMENT = r"^[0-9]{12}-[0-9a-f]{8}$"
-_VECTORS = r"^[0-9a-f]{8}$"
-_FILE = r"^[a-z]+\.[a-z]+$"
-
-
-class Part(FileFacts, frozen=True, extra="forbid"):
-    """An object with items, in the format of `kinlens.indexer.catalog.replay`.
-
-    first, last: the lowest and the highest of their ids.
-    """
-
-    first: int = Field(ge=0)
-    last: int = Field(ge=0)
-
-
-class Delta(BaseModel, frozen=True, extra="forbid"):
-    """The changes after the write `since`, up to the write `until`.
-
-    removed: an object with the writes that removed items, then the ids of these items (`packed`);
-        None if there are none. Those that a compaction has forgotten are not in it.
-    """
-
-    since: int = Field(ge=0)
-    until: int = Field(ge=0)
-    items: int = Field(ge=0)
-    parts: tuple[Part, ...]
-    removed: FileFacts | None = None
-
-    @property
-    def objects(self) -> list[FileFacts]:
-        """All objects of the delta."""
-        return [*self.parts, *([] if self.removed is None else [self.removed])]
-
-
-class Owner(BaseModel, frozen=True):
-    """The origin of a snapshot of any layout.
-
-    publisher: id of the folder that owns the address.
-    """
-
-    schema_version: int = Field(ge=1)
-    published_at: str
-    publisher: str
-    gallery: GalleryManifest
-    pictures: bool = False
-
-
-_Kind = TypeVar("_Kind", bound=Owner)
-
-
-class Snapshot(Owner, frozen=True, extra="forbid"):
-    """One state of a gallery, and its objects.
-
-    Attributes:
-        seq, size, segment, segment_seq, numbers: the state of the catalogue.
-        last_given: the highest item id that was ever assigned.
-        names: the rows of the attribute names.
-        live: an object with the ids of all items of the segment and later ones, and the highest id
-            that was assigned when it was written (`packed`).
-        vectors: the name of the vector file. The vectors themselves are in the deltas.
-        row_numbers: an object with the item id of each row of the vector file, and its checksum.
-        files: other files of the generation.
-        retired: objects of earlier snapshots, with the time when they were last in use (seconds
-            since 1970).
-    """
-
-    schema_version: Literal[2] = 2
-    seq: int = Field(ge=0)
-    size: int = Field(ge=0)
-    segment: str | None = Field(pattern=_SEGMENT)
-    segment_seq: int = Field(ge=0)
-    numbers: int
-    last_given: int = Field(ge=0)
-    names: NameRows
-    deltas: tuple[Delta, ...]
-    live: FileFacts
-    vectors: str = Field(pattern=_VECTORS)
-    row_numbers: FileFacts
-    segment_files: dict[Annotated[str, Field(pattern=_FILE)], FileFacts]
-    files: dict[str, FileFacts]
-    retired: dict[str, float] = {}
-
-    @property
-    def base(self) -> tuple[str | None, int, str]:
-        """The segment, the last write that it contains, and the vector file."""
-        return self.segment, self.segment_seq, self.vectors
-
-    @property
-    def grace_s(self) -> float:
-        """Time for which followers may still need the objects of earlier snapshots."""
-        return RETIRED_S + sum(facts.bytes for facts in self._facts()) / _SLOWEST
-
-    def objects(self) -> set[str]:
-        """The sha256 of each object of the snapshot."""
-        return {facts.sha256 for facts in self._facts()}
-
-    def _facts(self) -> list[FileFacts]:
-        files = [*self.segment_files.values(), *self.files.values(), self.row_numbers, self.live]
-        return [*files, *(facts for delta in self.deltas for facts in delta.objects)]
 
 
 class PublishReport(BaseModel, frozen=True):
@@ -201,36 +92,15 @@ class PublishReport(BaseModel, frozen=True):
     elapsed_s: float
 
 
-def read_snapshot(store: ObjectFolder) -> Snapshot | None:
-    """The current snapshot at an address; None if there is none.
-
-    Raises: GalleryCorruptError if it is damaged or from another version.
-    """
-    return _read(store, Snapshot)
-
-
-def _read(store: ObjectFolder, kind: type[_Kind]) -> _Kind | None:
-    try:
-        return kind.model_validate_json(store.read(SNAPSHOT))
-    except FileNotFoundError:
-        return None
-    except ValidationError as error:
-        raise GalleryCorruptError(
-            f"{store.address}/{SNAPSHOT} is not a snapshot that this version can read: "
-            f"{brief(error)}. If a newer version published it, update Kinlens on this host. "
-            "Otherwise publish the gallery again with this version and --take-over."
-        ) from error
-
-
 def _before(store: ObjectFolder, publisher: str, take_over: bool) -> Owner | None:
-    """What the address has: a Snapshot, or an Owner if an earlier version published it.
+    """What the address has: a PublishedSnapshot, or an Owner if an earlier version published it.
 
     Raises: GalleryCorruptError, GalleryConflictError; not if this folder is to `take_over`.
     """
     try:
-        owner = _read(store, Owner)
-        if owner is not None and owner.schema_version >= _LAYOUT:
-            owner = _read(store, Snapshot)
+        owner = read_as(store, Owner)
+        if owner is not None and owner.schema_version >= LAYOUT:
+            owner = read_as(store, PublishedSnapshot)
     except GalleryCorruptError:
         if not take_over:
             raise
@@ -333,7 +203,7 @@ class _Publication:
                 f"{self._manifest.name!r}. Publish to another address, or delete what is stored at "
                 "this one."
             )
-        self._before = before if isinstance(before, Snapshot) else None
+        self._before = before if isinstance(before, PublishedSnapshot) else None
         is_same = before is not None and before.gallery.uid == self._manifest.uid
         self._last = self._before if is_same else None  # the last snapshot of this generation
         self._known = set() if self._before is None else self._before.objects()
@@ -398,7 +268,7 @@ class _Publication:
             for name in FILES
             if (self._generation / name).is_file()
         }
-        snapshot = Snapshot(
+        snapshot = PublishedSnapshot(
             publisher=self._publisher,
             published_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
             gallery=self._manifest,
@@ -437,7 +307,7 @@ class _Publication:
 
     def _deltas(
         self, view: CatalogView, file: VectorFile, seq: int, segment_seq: int
-    ) -> tuple[int, tuple[Delta, ...]]:
+    ) -> tuple[int, tuple[PublishedDelta, ...]]:
         """The number of items that changed since the last snapshot, and all deltas up to now."""
         kept = [] if self._last is None else [*self._last.deltas]
         since = 0 if self._last is None else self._last.seq
@@ -459,7 +329,7 @@ class _Publication:
             since, merged = absorbed.since, merged + absorbed.items
         ids = _changed(view, since)
         removed = tombstones(view, max(since, segment_seq))
-        delta = Delta(
+        delta = PublishedDelta(
             since=since,
             until=seq,
             items=len(ids),
@@ -468,7 +338,9 @@ class _Publication:
         )
         return changed, (*kept, delta)
 
-    def _without_erased(self, view: CatalogView, file: VectorFile, last: Snapshot) -> list[Delta]:
+    def _without_erased(
+        self, view: CatalogView, file: VectorFile, last: PublishedSnapshot
+    ) -> list[PublishedDelta]:
         """The deltas of the last snapshot without items that a compaction has erased; none if the
         store has lost what this takes.
         """
@@ -577,7 +449,7 @@ class _Publication:
             path.write_bytes(packed(ids))
             return self._upload(path)
 
-    def _retire(self, snapshot: Snapshot) -> Snapshot:
+    def _retire(self, snapshot: PublishedSnapshot) -> PublishedSnapshot:
         """Update `retired` with the objects that only earlier snapshots name, and delete those
         whose grace period is over.
         """
@@ -614,30 +486,6 @@ def _changed(view: CatalogView, since: int) -> Ids:
     return view.changed_since(since) if since else view.live_ids()
 
 
-def snapshot_at(address: str) -> Snapshot:
-    """The current snapshot at an address. Raises: GalleryError, EngineUnavailableError."""
-    try:
-        return latest(ObjectFolder(address))
-    except KinlensError:
-        raise
-    except Exception as error:  # each store client has its own exception classes
-        raise GalleryError(
-            f"The snapshot at {address} cannot be read: {type(error).__name__}: {error}. Check the "
-            "address, its permissions and the network."
-        ) from error
-
-
-def latest(store: ObjectFolder) -> Snapshot:
-    """The current snapshot at an address. Raises: GalleryNotFoundError, GalleryCorruptError."""
-    found = read_snapshot(store)
-    if found is None:
-        raise GalleryNotFoundError(
-            f"No snapshot at {store.address}: {SNAPSHOT} is missing. Publish the gallery with "
-            "kinlens-index publish GALLERY ADDRESS."
-        )
-    return found
-
-
-def _content(snapshot: Snapshot) -> Snapshot:
+def _content(snapshot: PublishedSnapshot) -> PublishedSnapshot:
     """A snapshot without its times."""
     return snapshot.model_copy(update={"published_at": "", "retired": {}})

@@ -96,7 +96,7 @@ def _refuse_other(folder: GalleryFolder, current: Gallery) -> None:
         )
 
 
-class Follower:
+class CatchUp:
     """Replicates the gallery in folder `path`, and its later changes, to a candidate gallery with
     another model. Not thread-safe. Takes 16 bytes per item.
 
@@ -233,7 +233,7 @@ class RebuildReport(BaseModel, frozen=True):
 
 
 def rebuild(
-    follower: Follower,
+    follower: CatchUp,
     candidate: Path,
     *,
     max_missing: float = 0.0,
@@ -290,7 +290,7 @@ def _candidate(path: Path, old: Gallery, embedder: Embedder) -> Gallery:
 
 
 def swap_in(
-    follower: Follower,
+    follower: CatchUp,
     candidate: Path,
     *,
     max_missing: float = 0.0,
@@ -333,7 +333,7 @@ def swap_in(
         follower.restart()  # its changes went to the copy, not to the candidate
 
 
-def missing_since(follower: Follower, known: Set[int]) -> list[Failure]:
+def missing_since(follower: CatchUp, known: Set[int]) -> list[Failure]:
     """The items that are missing now, except those with an id in `known`."""
     return [failure for number, failure in follower.failures.items() if number not in known]
 
@@ -351,7 +351,7 @@ def check_missing(failures: Iterable[Failure], found: int, max_missing: float) -
     )
 
 
-def _catch_up(follower: Follower, made: Gallery, rounds: int) -> None:
+def _catch_up(follower: CatchUp, made: Gallery, rounds: int) -> None:
     few = 64
     touched = 0
     for _ in range(rounds):

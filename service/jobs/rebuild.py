@@ -24,7 +24,7 @@ from kinlens.indexer.galleries import copy_bytes, current_manifest
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.images import ANY_SIZE, read_image
 from kinlens.indexer.ingest.rebuild import (
-    Follower,
+    CatchUp,
     ReadImage,
     adopt,
     missing_since,
@@ -128,10 +128,10 @@ class Context:
 
         return read
 
-    def follow(self, bundle: Path) -> contextlib.closing[Follower]:
+    def follow(self, bundle: Path) -> contextlib.closing[CatchUp]:
         """A follower that embeds the items of the job's gallery with the model in `bundle`."""
         embedder = opened(bundle, self.plan.session)
-        return contextlib.closing(Follower(self.plan.gallery, embedder, self.read_image()))
+        return contextlib.closing(CatchUp(self.plan.gallery, embedder, self.read_image()))
 
 
 def opened(bundle: Path, session: SessionSettings) -> OnnxEmbedder:
@@ -298,7 +298,7 @@ def _calibrate_as(old: Gallery, new: Gallery) -> None:
 
 def _judged_by_golden(
     context: Context,
-    follower: Follower,
+    follower: CatchUp,
     new: Gallery,
     questions: Questions,
     gate: Gate,
@@ -343,7 +343,7 @@ def _noted(verdict: Verdict, note: str) -> Verdict:
 
 def _swap_in(
     context: Context,
-    follower: Follower,
+    follower: CatchUp,
     candidate: Path,
     start: float,
     max_missing: float,

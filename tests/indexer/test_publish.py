@@ -24,7 +24,7 @@ from kinlens.embedder.errors import (
     InvalidParameterError,
 )
 from kinlens.indexer.exchange.follow import Follower
-from kinlens.indexer.exchange.publish import Snapshot, read_snapshot
+from kinlens.indexer.exchange.published import PublishedSnapshot, read_snapshot
 from kinlens.indexer.filters.text import parse_filter
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.index.plan import IndexSettings
@@ -66,7 +66,7 @@ def original(gallery: Gallery, address: str) -> Gallery:
     return gallery
 
 
-def snapshot_at(address: str) -> Snapshot | None:
+def snapshot_at(address: str) -> PublishedSnapshot | None:
     return read_snapshot(ObjectFolder(address))
 
 

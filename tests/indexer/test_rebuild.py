@@ -15,7 +15,7 @@ from kinlens.embedder.errors import GalleryBusyError, SourceError
 from kinlens.embedder.fake import FakeEmbedder
 from kinlens.indexer.galleries import current_generation
 from kinlens.indexer.gallery import Gallery
-from kinlens.indexer.ingest.rebuild import Follower, adopt, rebuild, swap_in
+from kinlens.indexer.ingest.rebuild import CatchUp, adopt, rebuild, swap_in
 from kinlens.indexer.types import Entry, Item
 from tests.support.seams import EmbedSettings
 from tests.tiny import encoded, photo
@@ -85,8 +85,8 @@ def other(tmp_path, photos) -> Path:
 
 
 @pytest.fixture
-def follower(shop, photos) -> Iterator[Follower]:
-    with closing(Follower(shop.path, NEW, photos.read, EmbedSettings(4, 2))) as one:
+def follower(shop, photos) -> Iterator[CatchUp]:
+    with closing(CatchUp(shop.path, NEW, photos.read, EmbedSettings(4, 2))) as one:
         yield one
 
 

@@ -11,16 +11,9 @@ from kinlens.embedder.errors import (
     GalleryNotFoundError,
     KinlensError,
 )
-from kinlens.indexer.catalog.replay import (
-    NameRows,
-)
+from kinlens.indexer.catalog.replay import NameRows
 from kinlens.indexer.exchange.objects import ObjectFolder
-from kinlens.indexer.folder.manifest import (
-    CALIBRATION,
-    PRECISIONS,
-    REPORT,
-    GalleryManifest,
-)
+from kinlens.indexer.folder.manifest import CALIBRATION, PRECISIONS, REPORT, GalleryManifest
 from kinlens.indexer.index.segment import brief
 
 SNAPSHOT = "snapshot.json"

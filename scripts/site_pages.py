@@ -28,7 +28,11 @@ Json = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # import the code of this checkout
 ICON = ROOT / "service/ui/shared/icon.svg"
-COMMANDS = {"kinlens-train": "training", "kinlens-index": "commands", "kinlens-serve": "service"}
+COMMANDS = {
+    "kinlens-train": "training.__main__",
+    "kinlens-index": "commands.__main__",
+    "kinlens-serve": "service.commands.program",
+}
 PYTHON = {
     "kinlens": ("load_bundle", "open_gallery"),
     "kinlens.client": ("Client", "AsyncClient"),
@@ -206,8 +210,8 @@ def commands_page() -> str:
     from typer.cli import get_docs_for_click
 
     text = "# Command lines\n\nThe help of every command, as `--help` prints it.\n"
-    for name, package in COMMANDS.items():
-        command = typer.main.get_command(import_module(f"kinlens.{package}.__main__").app)
+    for name, module in COMMANDS.items():
+        command = typer.main.get_command(import_module(f"kinlens.{module}").app)
         context: Any = typer.Context(command)
         page = get_docs_for_click(obj=command, ctx=context, name=name, indent=1)
         for pattern, better in TIDY.items():

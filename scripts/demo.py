@@ -50,6 +50,7 @@ from harness import BIN, free_port, kinlens, started
 
 MIN_CLASSES = 4  # half of them are held out, and a search needs more than one
 MIN_RECALL = 0.6  # for the rendered products; guessing gives 0.04, a colour histogram 0.32
+CHECKED_EPOCHS = 8  # of 14: enough to tell a road that works from a broken one
 MAX_QUERIES = 400
 MAX_DOUBT = 0.08  # between the mean probability of the best hits and the share of right ones
 CLIENTS, SHOWN = 4, 3
@@ -91,7 +92,7 @@ def catalogue(options: argparse.Namespace, work: Path) -> bool:
     images = work / "products" if is_rendered else options.images
     shutil.rmtree(work / "gallery", ignore_errors=True)
     begin(options, work)
-    bundle, queries = rendered(work) if is_rendered else own_images(options, work)
+    bundle, queries = rendered(options, work) if is_rendered else own_images(options, work)
     if is_rendered:
         meaning, least = "of new views of products that the model was never trained on", MIN_RECALL
     elif "class" in queries[0]:
@@ -121,7 +122,8 @@ def catalogue(options: argparse.Namespace, work: Path) -> bool:
 
 def begin(options: argparse.Namespace, work: Path) -> None:
     """Keep what an interrupted demo of the same images left; put aside that of any other."""
-    task, file = repr((options.images, options.bundle, options.weights)), work / UNFINISHED
+    task = repr((options.images, options.bundle, options.weights, options.check))
+    file = work / UNFINISHED
     if file.exists() and file.read_text(encoding="utf-8") == task:
         show("The previous demo was stopped; this one continues it.")
         return
@@ -130,12 +132,13 @@ def begin(options: argparse.Namespace, work: Path) -> None:
     file.write_text(task, encoding="utf-8")
 
 
-def rendered(work: Path) -> tuple[Path, list[Row]]:
+def rendered(options: argparse.Namespace, work: Path) -> tuple[Path, list[Row]]:
     """Render, train, export; index half of the views of unseen products, query the other half."""
     run, bundle = work / "run", work / "bundle"
     if not (run / "result.json").exists():
         resume = ("--resume",) if (run / "checkpoint.pt").exists() else ()
-        kinlens("train", "fit", "demo", "--out", run, *resume)
+        shorter = ("--set", f"optimizer.epochs={CHECKED_EPOCHS}") if options.check else ()
+        kinlens("train", "fit", "demo", "--out", run, *shorter, *resume)
     if not bundle.exists():
         kinlens("train", "export", run, "--map", "--out", bundle)
     halves: tuple[list[Row], list[Row]] = ([], [])

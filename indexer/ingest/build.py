@@ -233,6 +233,10 @@ def _filled(gallery: Gallery, dump: GalleryExport, on_progress: Progress | None)
 class _LaterWrites:
     """The writes to `old` since the build of its next generation began. Not thread-safe.
 
+    Items that were added or got another image since then are carried over whole. Of an item that
+    was only updated, image, vector and the attributes that the source gives are those of the
+    source, so that a feed of one attribute does not bring back the earlier generation.
+
     An interrupted build of the same source that is resumed began when it was first started.
 
     Attributes:
@@ -244,15 +248,20 @@ class _LaterWrites:
         self.count = 0
         self._old = old
         self._catalog = Catalog.open(old.generation_folder / CATALOG)
-        build = [old.generation, manifest.source, manifest.source_root]
-        began = draft / BEGAN
+        self._build = [old.generation, manifest.source, manifest.source_root]
+        self._began = draft / BEGAN
+        self._given: list[str] | None = None  # the attributes that the source gives
         with contextlib.suppress(FileNotFoundError, ValueError):
-            *known, self._seq = json.loads(began.read_bytes())
-            if known == build:
+            *known, self._seq, self._last, self._given = json.loads(self._began.read_bytes())
+            if known == self._build:
                 return
         with self._catalog.reading() as view:
-            self._seq = view.state().seq
-        write_whole(began, json.dumps([*build, self._seq]).encode(), "draft")
+            self._seq, self._last = view.state().seq, view.last_given()
+        self._note()
+
+    def _note(self) -> None:
+        noted = [*self._build, self._seq, self._last, self._given]
+        write_whole(self._began, json.dumps(noted).encode(), "draft")
 
     @staticmethod
     def can_follow(old: Gallery, manifest: GalleryManifest) -> bool:
@@ -268,6 +277,9 @@ class _LaterWrites:
 
         Raises: GalleryWriteError, GalleryCorruptError.
         """
+        if self._given is None:
+            self._given = [*made.schema()]
+            self._note()
         for _ in range(_ROUNDS):
             if not self.carry(made):
                 return
@@ -291,11 +303,29 @@ class _LaterWrites:
             entries = [
                 Entry(item.key, vector, item.sha256, item.attributes, item.path, item.format)
                 for item, vector in zip(items, vectors, strict=True)
+                if item.id > self._last
             ]
             _add(made, entries)
+            updated = {item.key: item.attributes for item in items if item.id <= self._last}
+            self._update(made, updated)
         self._seq = seq
         self.count += len(ids) + len(removed)
         return len(ids) + len(removed)
+
+    def _update(self, made: Gallery, updated: Mapping[str, Mapping[str, AttributeValue]]) -> None:
+        kept = made.stored([*updated])  # the source has no longer the others
+        given = {*(self._given or ())}
+        entries = [
+            replace(entry, attributes={**entry.attributes, **_without(updated[entry.key], given)})
+            for entry in made.entries([*kept])
+        ]
+        _add(made, entries)
+
+
+def _without(
+    attributes: Mapping[str, AttributeValue], given: set[str]
+) -> dict[str, AttributeValue]:
+    return {name: value for name, value in attributes.items() if name not in given}
 
 
 def _add(made: Gallery, entries: list[Entry]) -> None:

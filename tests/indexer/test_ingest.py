@@ -345,6 +345,25 @@ def test_what_is_written_while_a_gallery_is_built_is_in_the_new_generation(
     assert not build_gallery(folder_source(shop), embedder, built).carried
 
 
+def test_an_update_during_a_build_brings_back_neither_image_nor_item_nor_price(
+    built, shop, embedder
+) -> None:
+    build_gallery(
+        listed(shop, Record("a", "f.gif", {"price": 1}), Record("b", "f.gif")), embedder, built
+    )
+    with closing(Gallery.open(built)) as old:
+
+        def feed(count: int) -> None:
+            old.update({"a": {"stock": 5, "price": 3}, "b": {"stock": 5}})
+
+        source = listed(shop, Record("a", "hat/d.bmp", {"price": 2}))
+        build_gallery(source, embedder, built, None, feed)
+    [(_, key, attributes)] = items(built)
+    assert (key, attributes) == ("a", {"price": 2, "stock": 5})
+    with closing(Gallery.open(built)) as made:
+        assert np.allclose(made.entries(["a"])[0].vector, query(embedder, shop / "hat/d.bmp")[0])
+
+
 def test_an_attribute_of_another_type_in_the_source_does_not_lose_a_later_item(
     built, shop, embedder, caplog
 ) -> None:

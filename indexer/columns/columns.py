@@ -371,12 +371,20 @@ class Column:
         is_own = codes <= self.codes  # a later state has added more
         return [v for v, own in zip(values, is_own.tolist(), strict=True) if own], codes[is_own]
 
+    def _values_at(self, rows: Ids) -> dict[Scalar, int]:
+        """The values of these rows, and their codes."""
+        found = [np.unique(chunk.at(own)[0]) for chunk, own in self._chunks_of(rows)]
+        codes = np.unique(np.concatenate([np.empty(0, np.uint8), *found])).tolist()
+        return {self.dictionary.value(code): code for code in codes if code}
+
     def changed(self, touched: Ids, rows: Ids, values: Sequence[Scalar], size: int) -> "Column":
         """This column, now of `size` rows, with new values of the `touched` rows, ascending.
 
         rows: the row (E,), ascending, of each of the `values`.
         """
-        known = self.dictionary.codes_of(dict.fromkeys(values))
+        known = self._values_at(touched)  # most values are as they were, and need no search
+        new = [value for value in dict.fromkeys(values) if value not in known]
+        known |= self.dictionary.codes_of(new)
         codes = np.fromiter(map(known.__getitem__, values), np.uint32, len(values))
         chunks = [*self.chunks]
         chunks += [None] * (-(-size // CHUNK) - len(chunks))
@@ -403,9 +411,9 @@ class Column:
     def merged(self, *, at_least: int = 1) -> "Column":
         """This column with all values sorted, without unused ones, if that many are not."""
         base = self.dictionary.values
-        values, codes = self.later()
-        if len(values) < at_least:
+        if self.codes - len(base) < at_least:
             return self
+        values, codes = self.later()
         used = np.concatenate([[False], self.counts > 0])
         kept, fresh = used[1 : len(base) + 1], used[codes]
         values = [value for value, is_used in zip(values, fresh.tolist(), strict=True) if is_used]
@@ -566,7 +574,8 @@ class Columns:
 
 def _arrays(column: Column, size: int) -> dict[str, NDArray[Any]]:
     """The arrays of a column with sorted values on disk. `rows` are omitted if it is dense."""
-    column = column.merged()
+    has_unused = not column.counts.all()  # such as values of erased items
+    column = column.merged(at_least=0 if has_unused else 1)
     rows, codes = column.entries()
     codes = codes.astype(np.min_scalar_type(column.codes))
     found = {**to_arrays(column.dictionary.values), "counts": column.counts}
@@ -630,7 +639,7 @@ def finder(spans: Sequence[Span], others: Ids, codes: int) -> Find:
         for first, end in spans:
             if first <= most:  # a chunk may have narrower codes than the column
                 # A code below `first` wraps around to a large number, so one comparison suffices.
-                flags |= codes - codes.dtype.type(first) < end - first
+                flags |= codes - codes.dtype.type(first) < min(end, most + 1) - first
         return flags
 
     return found

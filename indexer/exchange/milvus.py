@@ -214,16 +214,18 @@ class MilvusStore:
                 _fill(entries, plan, server, made, on_progress or (lambda _: None))
                 swap = "alter_alias" if before else "create_alias"
                 connection.call(swap, made.collection, name, timeout_s=_SCHEMA_S)
-            except BaseException:
-                # A second error must not hide the first one. The server may have moved the alias
-                # although the request failed.
-                with contextlib.suppress(EngineUnavailableError):
-                    if _current_name(connection, name) != made.collection:
+            except BaseException as error:
+                is_moved = False  # the server may have moved the alias although the request failed
+                with contextlib.suppress(EngineUnavailableError):  # the first error is to be seen
+                    is_moved = _current_name(connection, name) == made.collection
+                    if not is_moved:
                         connection.call("drop_collection", made.collection)
-                raise
+                if not is_moved or not isinstance(error, EngineUnavailableError):
+                    raise
             if before:
                 time.sleep(_SWAP_S)
-            _drop_old(connection, name, made.collection, before)
+            with contextlib.suppress(EngineUnavailableError):  # the next publication drops it
+                _drop_old(connection, name, made.collection, before)
         return cls.open(uri, name, token=token)
 
     @property

@@ -7,6 +7,7 @@ store the facts of the gallery, the type of each attribute, and a mark that ever
 import contextlib
 import hashlib
 import logging
+import logging.config
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -398,7 +399,14 @@ def vectors_of(rows: Sequence[Row], dim: int) -> Embeddings:
     return np.array([row["vector"] for row in rows], np.float32).reshape(-1, dim)
 
 
+def _ignored(config: Any) -> None:
+    """In place of `logging.config.dictConfig`."""
+
+
 def _client_class() -> Callable[..., Any]:
+    # At its import pymilvus configures the logging of the whole process, which closes the handlers
+    # of all other loggers: a service would write no line any more.
+    configure, logging.config.dictConfig = logging.config.dictConfig, _ignored
     try:
         from pymilvus import MilvusClient
     except ImportError as exc:
@@ -406,6 +414,8 @@ def _client_class() -> Callable[..., Any]:
             f"pymilvus cannot be imported ({exc}), and galleries on Milvus need it. Install it: "
             "pip install 'kinlens[milvus]'."
         ) from exc
+    finally:
+        logging.config.dictConfig = configure
     # Errors are raised. The log of pymilvus would repeat them with a traceback.
     logging.getLogger("pymilvus").setLevel(logging.CRITICAL)
     client: Callable[..., Any] = MilvusClient

@@ -102,11 +102,15 @@ class ObjectFolder:
                 write_whole(part, data, "object")
                 part.chmod(0o644)
                 try:
-                    target.hardlink_to(part)
+                    _claim(target, part)
                 finally:
-                    part.unlink()
-            else:
+                    part.unlink(missing_ok=True)
+            elif protocols(self.files) & _ATOMIC:
                 self.files.pipe_file(self.at(name), data, mode="create")
+            elif self.exists(name):
+                return False
+            else:
+                self.write(name, data)  # written in place, it could stay incomplete
         except OSError:
             if self.exists(name):
                 return False
@@ -181,3 +185,14 @@ def protocols(files: Any) -> set[str]:
 def is_local(files: Any) -> bool:
     """Whether an fsspec file system is the local one."""
     return "file" in protocols(files)
+
+
+def _claim(target: Path, part: Path) -> None:
+    """Give the whole file `part` the name `target`. Raises: FileExistsError."""
+    try:
+        target.hardlink_to(part)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without links, such as SMB or exFAT
+        os.close(os.open(f"{target}.claim", os.O_CREAT | os.O_EXCL))
+        part.replace(target)

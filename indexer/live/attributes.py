@@ -1,11 +1,10 @@
 """The attributes of one state, for filters, facets, groups and sorted pages."""
 
 import functools
-import operator
 import threading
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,7 +129,10 @@ class StateAttributes:
             segment = bits[: (size + 7) // 8].copy()
         else:
             segment = packed_bits((rows >= 0) & has_bits(bits, np.maximum(rows, 0)))
-        return FilterMask(segment, has_bits(bits, self._delta_rows))
+        delta = self._delta_rows  # -1 for items that have just been erased
+        if not len(bits):
+            return FilterMask(segment, np.zeros(len(delta), np.bool_))
+        return FilterMask(segment, (delta >= 0) & has_bits(bits, np.maximum(delta, 0)))
 
     def rows_of(self, among: FilterMask | None) -> Bits:
         """Bitmap of the rows of the items that pass `among` (None: all) and are not removed."""
@@ -145,7 +147,8 @@ class StateAttributes:
         else:
             own = rows[positions_in(left, snapshot.segment_size)]
             put_bits(found, own[own >= 0], True)
-        put_bits(found, self._delta_rows[alive], True)
+        later = self._delta_rows[alive]
+        put_bits(found, later[later >= 0], True)
         return found
 
     @functools.cached_property
@@ -168,7 +171,8 @@ class StateAttributes:
         column = self.columns.get(name)
         if column is None or column.type != "text":
             return False
-        return column.codes > max(_MANY, column.present // 2)
+        most = max(_MANY, column.present // 2)
+        return column.codes > most and int(np.count_nonzero(column.counts)) > most
 
     def selected(self, among: FilterMask | None = None) -> Chosen:
         """The rows of the items that pass `among` (None: all items), prepared for counting."""
@@ -274,7 +278,8 @@ class _CachedFilter:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._chunks: list[list[Chunk | None]] = []
+        # Weak, so that a cached filter does not keep the chunks of earlier states in memory.
+        self._chunks: list[list[weakref.ref[Chunk] | None]] = []
         self._bits: Bits = empty_bits(0)
         self._mask: tuple[object, FilterMask] | None = None
 
@@ -299,12 +304,16 @@ class _CachedFilter:
             else:
                 checkpoint()
                 bits[part] = matcher.bits(index)
-            chunks.append(read)
+            chunks.append([None if chunk is None else weakref.ref(chunk) for chunk in read])
         self._chunks, self._bits = chunks, bits
 
 
-def _are_same(known: list[Chunk | None], read: list[Chunk | None]) -> bool:
-    return len(known) == len(read) and all(map(operator.is_, known, read))
+def _are_same(known: Sequence["weakref.ref[Chunk] | None"], read: Sequence[Chunk | None]) -> bool:
+    pairs = zip(known, read, strict=False)
+    return len(known) == len(read) and all(
+        chunk is None if ref is None else chunk is not None and ref() is chunk
+        for ref, chunk in pairs
+    )
 
 
 class AttributesKeeper:

@@ -1,5 +1,6 @@
 """Interpreters for fork servers, one of which may begin its imports before it is needed."""
 
+import contextlib
 import json
 import os
 import socket
@@ -46,12 +47,16 @@ def prepare(arguments: Sequence[str]) -> None:
     It is a matter of speed alone: one that nobody takes ends with this process.
     """
     if not _WITHOUT_SERVICE & {*arguments}:
-        _prepared.append(_spawned())
+        with contextlib.suppress(OSError):  # the fork server reports it when it starts
+            _prepared.append(_spawned())
 
 
 def interpreter(arguments: Sequence[str]) -> Interpreter:
     """An interpreter that runs `fork_server.main` with these arguments. Raises: OSError."""
     found = _prepared.pop() if _prepared else _spawned()
+    if found.process.poll() is not None:  # killed meanwhile, perhaps for lack of memory
+        found.end()
+        found = _spawned()
     try:
         found.connection.send(json.dumps(arguments).encode())
     except BaseException:

@@ -164,3 +164,49 @@ def test_the_values_of_erased_items_leave_the_columns(gallery) -> None:
     assert b"secret 2" in file.read_bytes()
     assert b"secret 3" not in file.read_bytes()
     assert gallery.facets(["name"])["name"].missing == 0
+
+
+@pytest.mark.parametrize("is_reopened", [False, True])
+def test_a_condition_does_not_match_items_without_a_value_of_many(
+    gallery, monkeypatch, is_reopened: bool
+) -> None:
+    """One chunk has more values than a byte counts, the next one fewer, and gaps."""
+    for module in (columns, match, attributes):
+        monkeypatch.setattr(module, "CHUNK", 512)
+    vectors = units(1024)
+    gallery.add([entry(f"a{n}", vectors[n], {"price": n % 400}) for n in range(512)])
+    gallery.compact()
+    gallery.page(0, 1, "price >= 0")
+    some = [{"price": n % 100} if n % 2 else {} for n in range(512)]
+    gallery.add([entry(f"b{n}", vectors[512 + n], own) for n, own in enumerate(some)])
+    if is_reopened:
+        gallery.compact()
+        path = gallery.path
+        gallery.close()
+        gallery = Gallery.open(path)
+    for text, count in (("price >= 0", 768), ("price exists", 768), ("not price exists", 256)):
+        assert gallery.page(0, 1, text).total == count, text
+
+
+def test_filters_of_another_process_survive_the_erasure_of_all_items(gallery) -> None:
+    with closing(Gallery.open(gallery.path)) as other:
+        gallery.add([entry(f"a{n}", vector, {"n": n}) for n, vector in enumerate(units(20))])
+        assert other.page(0, 5, "n >= 0").total == 20
+        gallery.remove([f"a{n}" for n in range(20)])
+        assert other.page(0, 5, "n >= 0").total == 0
+        gallery.compact()
+        for one in (gallery, other, other):
+            assert one.page(0, 5, "n >= 0").total == 0
+
+
+def test_values_that_no_item_has_any_more_count_for_nothing(gallery, monkeypatch) -> None:
+    monkeypatch.setattr(attributes, "_MANY", 50)
+    vectors = units(300)
+    gallery.add([entry(f"a{n}", vectors[n], {"status": f"old {n}"}) for n in range(300)])
+    gallery.compact()
+    gallery.update({f"a{n}": {"status": f"new {n % 3}"} for n in range(300)})
+    counts = dict(gallery.facets(["status"])["status"].values)
+    assert counts == {f"new {n}": 100 for n in range(3)}
+    gallery.compact()
+    [file] = gallery.generation_folder.glob("columns/*.bin")
+    assert b"old 7" not in file.read_bytes()

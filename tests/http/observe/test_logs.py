@@ -330,3 +330,21 @@ def test_without_the_extra_the_start_names_the_package(monkeypatch, tmp_path) ->
     with pytest.raises(KinlensError, match=r"KINLENS_OTLP_ENDPOINT.*kinlens\[otel\]") as refused:
         create_app(settings, FakeEmbedder(), {})
     assert "hunter2" not in str(refused.value)
+
+
+def test_logging_goes_on_after_a_gallery_on_milvus_was_opened() -> None:
+    """At its import pymilvus configures all logging."""
+    pytest.importorskip("pymilvus", reason="pymilvus is not installed")
+    code = """
+import contextlib
+import structlog
+from kinlens.embedder.errors import EngineUnavailableError
+from kinlens.indexer.galleries import open_remote
+from kinlens.service.observe.logs import configure_logs
+
+configure_logs("info")
+with contextlib.suppress(EngineUnavailableError):
+    open_remote("milvus://127.0.0.1:1/shop", timeout_s=0.5)
+structlog.get_logger().info("still here")
+"""
+    assert "still here" in run(code).stderr

@@ -50,6 +50,7 @@ ENTRY = (*ITEM, "vector")
 _LENGTHS = {"key": 4_096, "path": 16_384, "sha256": 64, "format": 64}  # bytes
 _PAGE_BYTES = 16 * 2**20  # well below the limit of 64 MB per message
 _ROW_BYTES = 2_048  # estimate for a row without its vector
+_ATTEMPTS, _PAUSE_S = 5, 0.2
 _MAX_VALUES = 1_000  # in one expression
 _MAX_ROWS = 65_536  # hits of all queries in one message
 _FACTS, _KIND, _CHANGE = "kinlens.gallery", "kinlens.attribute.", "kinlens.change"
@@ -283,7 +284,15 @@ class Collection:
     def upsert(self, rows: Iterable[Row]) -> None:
         """Write rows, replacing rows with the same keys."""
         for batch in batches(rows, self.page_rows):
-            self.connection.call("upsert", self.collection, batch)
+            for attempt in range(_ATTEMPTS):
+                try:
+                    self.connection.call("upsert", self.collection, batch)
+                    break
+                except EngineUnavailableError as error:
+                    # Milvus 2.3 loses a collection for a moment while another writer alters it.
+                    if "can't find collection" not in str(error) or attempt == _ATTEMPTS - 1:
+                        raise
+                    time.sleep(_PAUSE_S)
 
     def learn(self, kinds: Schema) -> None:
         """Store the types of new attributes."""

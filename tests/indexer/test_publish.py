@@ -196,7 +196,7 @@ def test_only_what_changed_is_uploaded_and_old_objects_and_erased_items_go(
         delta.since for delta in snapshot.deltas[1:]
     ]
     assert store.names("objects") == snapshot.objects() | snapshot.retired.keys()
-    monkeypatch.setattr("kinlens.indexer.exchange.publish.RETIRED_S", -1)
+    monkeypatch.setattr("kinlens.indexer.exchange.published.RETIRED_S", -1)
     assert any(b"k6003" in file.read_bytes() for file in Path(address, "objects").iterdir())
     gallery.remove(["k6003"])
     gallery.compact()
@@ -230,7 +230,7 @@ def test_an_erased_item_costs_neither_side_the_gallery(
     assert report.uploaded_bytes - segment < 1.2 * 2**20 < base / 20
     assert sum(loaded) - segment < 100_000
     check_same(gallery, follower.folder)
-    monkeypatch.setattr("kinlens.indexer.exchange.publish.RETIRED_S", -60)
+    monkeypatch.setattr("kinlens.indexer.exchange.published.RETIRED_S", -60)
     gallery.update({"k5": {"stock": 3}})
     publish(path, address)
     assert not any(b"k6003" in file.read_bytes() for file in Path(address, "objects").iterdir())

@@ -69,6 +69,12 @@ function settle(focusIsInside, isNew = false) {
   countSoon();
 }
 
+// Results may arrive before the description of their gallery, which knows where cards lead.
+function settleDescribed() {
+  const entry = trail.current();
+  if (running === null && entry?.kind === "search") results.showDescribed(entry, handlers);
+}
+
 // Counted after the results, so that these never wait. If it fails, the counts of all items stay.
 const count = debounced(async () => {
   const names = settings.countable();
@@ -314,7 +320,7 @@ function showSettings() {
 if (/Mac|iPhone|iPad/.test(navigator.platform)) ui["paste-key"].textContent = "⌘";
 startAlerts(ui.summary, worded);
 startSkip(ui.results);
-settings.startSettings(settingsChanged);
+settings.startSettings(settingsChanged, settleDescribed);
 showSettings();
 walkWithArrows(ui.grid);
 acceptImages(ui, {

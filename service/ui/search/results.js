@@ -10,6 +10,7 @@ import { capitalized, milliseconds, percent, plural } from "../shared/format.js"
 import { imageOf, LARGE, showImage } from "../shared/images.js";
 
 const PLACEHOLDERS = 12;
+let describedBy = ""; // what the shown cards took from the description of their gallery
 
 export function showQuery(query) {
   hideHeat();
@@ -164,7 +165,15 @@ function handlersOf(handlers, entry) {
   };
 }
 
+const descriptionOf = () => JSON.stringify([settings.productUrl(), settings.hasMap()]);
+
+// Shows the cards again if the description of their gallery changes them.
+export function showDescribed(entry, handlers) {
+  if (descriptionOf() !== describedBy) showAnswer(entry, handlers);
+}
+
 function showAnswer(entry, handlers) {
+  describedBy = descriptionOf();
   const all = handlersOf(handlers, entry);
   const make = isGrouped(entry.answer) ? groupCard : card;
   const focused = document.activeElement?.closest?.(".card")?.dataset.key;

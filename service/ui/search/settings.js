@@ -23,6 +23,7 @@ const described = new Map(); // gallery name -> its description
 let galleries = [];
 let panel = null;
 let onChange = () => {};
+let onDescribed = () => {};
 let several = ""; // which of them the query has several of: "images", "parts" or neither
 export let view = emptyView();
 
@@ -228,7 +229,9 @@ export async function describe(name) {
     const found = await describeGallery(name).catch(() => null);
     if (found !== null) described.set(name, { attributes: [], at: Date.now(), ...found });
   }
-  if (view.gallery === name) show();
+  if (view.gallery !== name) return;
+  show();
+  onDescribed();
 }
 
 // Fetches the description of a changed gallery again, at most every FRESH_MS.
@@ -255,8 +258,10 @@ async function changeGallery() {
 }
 
 // onChange(what) is called after each change: gallery, k, group, order, combine, min, filter, votes or all.
-export function startSettings(whenChanged) {
+// onDescribed() is called after each description of the shown gallery.
+export function startSettings(whenChanged, whenDescribed) {
   onChange = whenChanged;
+  onDescribed = whenDescribed;
   panel = new FilterPanel(ui.filters, (filter) => {
     view.filter = filter;
     showChips();

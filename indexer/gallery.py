@@ -43,9 +43,7 @@ from kinlens.indexer.types import (
 class Gallery(GalleryUpkeep):
     """One generation of a gallery. Several processes can search and change it at the same time.
 
-    Implements `kinlens.indexer.types.VectorStore`. A change is durable when its call returns, and
-    every search that starts afterwards sees it. Item ids are never reused, so they stay valid for
-    the whole generation, which is identified by 12 hex digits. Thread safe.
+    Item ids are never reused, so they stay valid for the whole generation.
     """
 
     def __init__(
@@ -145,7 +143,6 @@ class Gallery(GalleryUpkeep):
 
     @property
     def name(self) -> str:
-        """The name of the gallery in URLs."""
         return self.manifest.name
 
     @property
@@ -155,7 +152,6 @@ class Gallery(GalleryUpkeep):
 
     @property
     def bundle_id(self) -> str:
-        """The id of the bundle that computed the vectors."""
         return self.manifest.bundle_id
 
     @property
@@ -165,17 +161,14 @@ class Gallery(GalleryUpkeep):
 
     @property
     def dim(self) -> int:
-        """Length of a vector."""
         return self.manifest.dim
 
     @property
     def size(self) -> int:
-        """Number of items."""
         return self._catalog.state().size
 
     @property
     def created_at(self) -> str:
-        """When this generation was built: ISO 8601, UTC."""
         return self.manifest.created_at
 
     def built_with(self) -> Path | None:
@@ -187,7 +180,6 @@ class Gallery(GalleryUpkeep):
         return Path(path) if path else None
 
     def close(self) -> None:
-        """Release files and memory. The gallery cannot be used afterwards."""
         if self._background is not None:
             self._background.close()
         self._close()

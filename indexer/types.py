@@ -341,16 +341,29 @@ class VectorStore(Protocol):
 
     Every change is durable when the call returns, and later searches of every process see it (on
     Milvus: with the consistency level Strong). All methods are thread safe.
+
+    Engines inherit these docstrings, and write down only what they do differently.
+
+    Every change raises GalleryWriteError and GalleryBusyError, and every method
+    GalleryCorruptError; on Milvus, EngineUnavailableError instead.
     """
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The name of the gallery in URLs."""
+
     @property
-    def dim(self) -> int: ...
+    def dim(self) -> int:
+        """Length of a vector."""
+
     @property
-    def size(self) -> int: ...
+    def size(self) -> int:
+        """Number of items."""
+
     @property
-    def bundle_id(self) -> str: ...
+    def bundle_id(self) -> str:
+        """The id of the bundle that computed the vectors."""
+
     @property
     def precision(self) -> str:
         """The model precision that computed the vectors, or several, such as fp32+int8."""
@@ -360,7 +373,7 @@ class VectorStore(Protocol):
 
     @property
     def generation(self) -> str:
-        """12 hex digits that change when the whole gallery is replaced."""
+        """12 hex digits that change when the whole gallery is replaced, and with it all ids."""
 
     @property
     def version(self) -> str:
@@ -384,7 +397,8 @@ class VectorStore(Protocol):
             these names; None removes all.
 
         Raises: InvalidParameterError for a wrong dimension, a vector that is not finite or not of
-            unit norm, a repeated key; GalleryWriteError; GalleryBusyError.
+            unit norm, a repeated key, an attribute of another type than before. Then nothing was
+            written.
         """
 
     def update(self, changes: Mapping[str, Mapping[str, AttributeValue | None]]) -> int:
@@ -395,7 +409,8 @@ class VectorStore(Protocol):
         """
 
     def update_where(self, where: Where, change: Mapping[str, AttributeValue | None]) -> int:
-        """Change attributes of every item that matches. Returns the number of changed items.
+        """Change attributes of every item that matches; None removes one. Returns the number of
+        changed items. After an error, the same call continues with the rest.
 
         Raises: FilterError; InvalidParameterError for a value of another type than the attribute
             has.
@@ -411,13 +426,15 @@ class VectorStore(Protocol):
         """Remove items by id; returns the number. Unknown ids are not counted."""
 
     def remove_where(self, where: Where) -> int:
-        """Remove every item that matches; returns the number. Raises: FilterError."""
+        """Remove every item that matches; returns the number. After an error, the same call removes
+        the rest. Raises: FilterError.
+        """
 
     def schema(self) -> Schema:
         """The attributes that items have had so far, and their types."""
 
     def attribute_facts(self, where: Where | None = None) -> Sequence[AttributeFacts]:
-        """The value counts of each attribute."""
+        """The value counts of each attribute, of items that match. Raises: FilterError."""
 
     def item(self, item_id: ItemId) -> Item:
         """The stored item with this id. Raises: ItemNotFoundError."""
@@ -456,7 +473,7 @@ class VectorStore(Protocol):
         """Items with their vectors, in the order of `keys`. Raises: ItemNotFoundError."""
 
     def scan(self, batch_size: int = 1000) -> Iterator[list[Entry]]:
-        """Batches of every item with its vector, by ascending id."""
+        """Batches of every item with its vector, by ascending id, of one state as in `items`."""
 
     def search(
         self, queries: Embeddings, k: int, options: SearchOptions | None = None
@@ -499,15 +516,19 @@ class VectorStore(Protocol):
         options: SearchOptions | None = None,
         prefix: str = "",
     ) -> dict[str, Facet]:
-        """The value counts of these attributes over all matching items.
+        """The value counts of these attributes over the selected items.
 
-        With `options.min_score`, only items with at least this score for a query are counted.
+        An item is selected if it matches `options.where`, its key starts with `prefix` and it is
+        not in `options.exclude`. With `options.min_score`, its score for at least one of the
+        queries (Q, D) must also be that high: up to 1,000 such items are found by the index, more
+        by comparing every item, as with `exact`. `distinct`, `offset` and the order are ignored.
 
-        Raises: InvalidParameterError, always on Milvus; FilterError.
+        Raises: InvalidParameterError for more than 8 attributes, and always on Milvus; FilterError
+            for an unknown attribute.
         """
 
     def close(self) -> None:
-        """Release files and memory."""
+        """Release files, memory and connections. The gallery cannot be used afterwards."""
 
 
 def find_sorted(ids: Ids, known: Ids) -> Ids:

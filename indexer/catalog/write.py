@@ -90,18 +90,7 @@ class CatalogWriter(CatalogView):
         owned: frozenset[str] | None = None,
         within: Filter | None = None,
     ) -> Written:
-        """Store entries.
-
-        An entry with the key, sha256 and vector of an item updates its attributes, path and format.
-        An entry with another sha256 or vector replaces the item, which gets a new id.
-
-        owned: stored attributes that an entry does not give are removed only if they have one of
-            these names; None removes all.
-        within: every entry must match this filter, and must not use the key of an item that does
-            not match it.
-
-        Raises: InvalidParameterError naming the invalid key; then nothing was written.
-        """
+        """As `GalleryWriter.add`."""
         vectors = checked_vectors(entries, self.dim)
         ids = self.find([entry.key for entry in entries])
         old = self.get([*ids.values()])
@@ -139,14 +128,7 @@ class CatalogWriter(CatalogView):
         )
 
     def update(self, changes: Changes, within: Filter | None = None) -> int:
-        """Change attributes by key; None removes one. Returns the number of changed items.
-
-        within: items that do not match this filter are treated as unknown, and every item must
-            match it after the change.
-
-        Raises: ItemNotFoundError for an unknown key; InvalidParameterError for a value of another
-            type, or an item that would not match. Then nothing was changed.
-        """
+        """As `GalleryWriter.update`."""
         changes = {key: _change(change) for key, change in changes.items()}
         found = self.find([*changes])
         items = self.get([*found.values()])
@@ -189,10 +171,7 @@ class CatalogWriter(CatalogView):
         return len(items)
 
     def restore(self, keys: Sequence[str], within: Filter | None = None) -> list[Item]:
-        """Restore the last removed item of each of these keys, under a new id.
-
-        Omits keys that another item has, erased items, and items that do not match `within`.
-        """
+        """As `GalleryWriter.restore`."""
         items, vectors = self.restorable(keys)
         if within is not None:
             fit = [n for n, item in enumerate(items) if within.matches(item.attributes)]

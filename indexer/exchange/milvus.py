@@ -96,6 +96,7 @@ from kinlens.indexer.types import (
     Progress,
     SearchOptions,
     SortBy,
+    VectorStore,
     Written,
     combined_query,
     no_item,
@@ -113,15 +114,12 @@ _ORPHAN_AGE = timedelta(days=1)
 _SWAP_S = 3.0  # grace period for searches that started in the old generation
 
 
-class MilvusStore:
+class MilvusStore(VectorStore):
     """A gallery in a Milvus server, for any number of concurrent readers and writers. Thread-safe.
 
-    Implements `kinlens.indexer.types.VectorStore`, which documents the methods, with the
-    consistency of Milvus: when a call returns, its changes are durable, but not atomic.
-    `consistency` determines when a search sees them. A new generation is used at once, also by
-    processes that have the gallery open.
-
-    Every method raises EngineUnavailableError.
+    When a call returns, its changes are durable, but not atomic. `consistency` determines when a
+    search sees them. A new generation is used at once, also by processes that have the gallery
+    open.
     """
 
     def __init__(self, connection: Connection, seen: Collection, image_root: Path | None) -> None:
@@ -242,11 +240,10 @@ class MilvusStore:
 
     @property
     def precision(self) -> str:
-        """The precision of the model that the gallery was built with."""
         return self._seen.facts.precision
 
     def admit(self, precision: str) -> None:
-        """Does nothing: the facts of a collection do not change."""
+        pass  # the facts of a collection do not change
 
     @property
     def generation(self) -> str:
@@ -263,7 +260,6 @@ class MilvusStore:
 
     @property
     def size(self) -> int:
-        """The number of items, counted once per version."""
         now = self._now()
         version, size = self._size
         if version != now.version:
@@ -323,11 +319,8 @@ class MilvusStore:
         )
 
     def add(self, entries: Iterable[Entry], owned: frozenset[str] | None = None) -> Written:
-        """Add or replace items, as `VectorStore.add`.
-
-        An invalid entry is refused before anything is written. After an error of the server, some
-        entries may have been written: add them again. If two processes write one key at the same
-        time, the later one wins.
+        """As `VectorStore.add`. After an error of the server, some entries may have been written:
+        add them again. If two processes write one key at the same time, the later one wins.
         """
         entries = list(entries)
         now = self._now()
@@ -395,12 +388,12 @@ class MilvusStore:
         return item_image(self.image_root, self.item(item_id))
 
     def stored(self, keys: Sequence[str]) -> dict[str, Item]:
-        """As `VectorStore.stored`, always with consistency "Strong": changes depend on it."""
+        # Always with consistency "Strong": changes depend on it.
         found = self._now().strong().lookup("key", keys, ITEM)
         return by_key(keys, {row["key"]: item_of(row) for row in found})
 
     def contents(self, sha256s: Sequence[str]) -> set[str]:
-        """As `VectorStore.contents`, but always "Strong": unused images are deleted."""
+        # Always with consistency "Strong": unused images are deleted.
         found = self._now().strong().lookup("sha256", sha256s, ["sha256"])
         return {row["sha256"] for row in found}
 
@@ -497,14 +490,12 @@ class MilvusStore:
         return hits
 
     def facets(self, names: Sequence[str], *_others: object, **_named: object) -> dict[str, Facet]:
-        """Not supported on Milvus, which cannot count values. Raises: InvalidParameterError."""
         raise InvalidParameterError(
             f"facets = {', '.join(names):.160}: the gallery is on Milvus, which does not "
             "count values. Omit facets, or import the gallery into a folder."
         )
 
     def close(self) -> None:
-        """Close the connection."""
         self._connection.close()
 
     def _now(self) -> Collection:

@@ -47,11 +47,7 @@ MAX_SORTED = 10_000
 
 
 class GalleryReader(Searcher):
-    """The reading methods of a gallery.
-
-    image_root: the folder that images are read from; it may not exist.
-    generation: 12 hex digits; item ids are valid for the whole generation.
-    """
+    """The reading methods of a gallery."""
 
     def __init__(
         self,
@@ -64,20 +60,25 @@ class GalleryReader(Searcher):
     ) -> None:
         super().__init__(snapshots, manifest.dim)
         self.manifest = manifest
-        self.generation = manifest.generation
         self.generation_folder = generation
         self._folder = folder
         self._catalog = catalog
-        self.image_root = image_root or Path(manifest.source_root)
+        self._image_root = image_root or Path(manifest.source_root)
         self._facts: tuple[int, tuple[AttributeFacts, ...]] = (-1, ())
 
+    @property
+    def generation(self) -> str:
+        return self.manifest.generation
+
+    @property
+    def image_root(self) -> Path:
+        return self._image_root
+
     def schema(self) -> Schema:
-        """The attributes that items have had so far, and their types."""
         with self._catalog.reading() as view:
             return view.schema()
 
     def item(self, item_id: ItemId) -> Item:
-        """The stored item with this id. Raises: ItemNotFoundError."""
         with self._catalog.reading() as view:
             found = view.get([item_id]) if 0 <= item_id < 2**63 else {}
         if item_id not in found:
@@ -85,7 +86,6 @@ class GalleryReader(Searcher):
         return found[item_id]
 
     def stored(self, keys: Sequence[str]) -> dict[str, Item]:
-        """The items with these keys, by key; unknown keys are omitted."""
         with self._catalog.reading() as view:
             ids = view.find(keys)
             items = view.get(list(ids.values()))
@@ -100,13 +100,6 @@ class GalleryReader(Searcher):
         after: ItemId = -1,
         sort_by: SortBy | None = None,
     ) -> Page:
-        """Up to `limit` items from index `offset` on, in the order of their ids or of `sort_by`.
-
-        where, prefix: only items that match the filter and whose keys start with `prefix`.
-        after: only items with higher ids; `total` and `last` of the page ignore it.
-
-        Raises: FilterError; InvalidParameterError for `after` with `sort_by`.
-        """
         if sort_by is not None:
             return self._sorted_page(offset, limit, where, prefix, after, sort_by)
         if where is None and not prefix:
@@ -146,10 +139,6 @@ class GalleryReader(Searcher):
             return Page(attributes.count(among), now.view.known(ids), last)
 
     def attribute_facts(self, where: Where | None = None) -> tuple[AttributeFacts, ...]:
-        """The value counts of each attribute, cached until the gallery changes.
-
-        With `where`, only items that match are counted; this is not cached. Raises: FilterError.
-        """
         with self._snapshots.reading() as now:
             if where is not None:
                 attributes = self._attributes_of(now)
@@ -166,23 +155,19 @@ class GalleryReader(Searcher):
             return facts
 
     def contents(self, sha256s: Sequence[str]) -> set[str]:
-        """The given contents that some item has."""
         with self._catalog.reading() as view:
             return set(view.content(sha256s))
 
     def items(self) -> Iterator[Item]:
-        """Every item of one state, by ascending id."""
         with self._own_view() as view:
             yield from view.items()
 
     def entries(self, keys: Sequence[str]) -> list[Entry]:
-        """Items with their vectors, in the order of `keys`. Raises: ItemNotFoundError."""
         with self._catalog.reading() as view:
             ids = ids_of_keys(view, keys)
             return _entries(view.known(ids), view.vectors(ids))
 
     def scan(self, batch_size: int = _PAGE) -> Iterator[list[Entry]]:
-        """Batches of every item of one state with its vector, by ascending id."""
         with self._own_view() as view:
             for ids, vectors in view.iter_vectors(batch_size):
                 yield _entries(view.known(ids), vectors)
@@ -268,7 +253,6 @@ class GalleryReader(Searcher):
             return view.vectors(ids)
 
     def vectors_of_contents(self, sha256s: Sequence[str]) -> dict[str, NDArray[np.float32]]:
-        """A stored vector (D,) for each of these contents that some item has."""
         with self._catalog.reading() as view:
             ids = view.content(sha256s)
             vectors = view.vectors(list(ids.values()))

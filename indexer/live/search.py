@@ -34,6 +34,7 @@ from kinlens.indexer.types import (
     Ids,
     Scores,
     SearchOptions,
+    VectorStore,
     combined_query,
     no_checkpoint,
     no_key,
@@ -48,7 +49,7 @@ _INDEXED_RANGE = 1000  # hits up to which a range search uses the index
 _BLOCK = 4096  # items whose rows or vectors are read at a time
 
 
-class Searcher:
+class Searcher(VectorStore):
     """The search methods of a gallery. `GalleryReader` adds look-ups, `GalleryWriter` changes."""
 
     def __init__(self, snapshots: SnapshotKeeper, dim: int) -> None:
@@ -77,10 +78,6 @@ class Searcher:
     def search(
         self, queries: Embeddings, k: int, options: SearchOptions | None = None
     ) -> list[list[Hit]]:
-        """The `k` best items for each query (Q, D), best first, ties by id.
-
-        Raises: InvalidParameterError, FilterError, GalleryCorruptError.
-        """
         options = options or _DEFAULTS
         queries = check_search(k, options, self._dim, queries)
         if options.filter is None and _is_plain(k, options, len(queries)):
@@ -95,10 +92,6 @@ class Searcher:
     def search_groups(
         self, queries: Embeddings, k: int, grouping: Grouping, options: SearchOptions | None = None
     ) -> list[list[Group]]:
-        """The `k` best groups for each query (Q, D), best first; fewer only if fewer exist.
-
-        Raises: InvalidParameterError, FilterError, GalleryCorruptError.
-        """
         options = options or _DEFAULTS
         queries = check_search(k, options, self._dim, queries)
         with self._snapshots.reading() as now:
@@ -117,12 +110,6 @@ class Searcher:
         k: int,
         options: SearchOptions | None = None,
     ) -> list[Hit]:
-        """The `k` items most similar to the liked items and least similar to the disliked ones.
-
-        `liked` and `disliked` are keys; these items are not returned.
-
-        Raises: ItemNotFoundError, InvalidParameterError, FilterError.
-        """
         options = options or _DEFAULTS
         check_options(k, options)
         with self._snapshots.reading() as now:
@@ -140,15 +127,6 @@ class Searcher:
         options: SearchOptions | None = None,
         prefix: str = "",
     ) -> dict[str, Facet]:
-        """The value counts of these attributes over the selected items.
-
-        An item is selected if it matches `options.where`, its key starts with `prefix` and it is
-        not in `options.exclude`. With `options.min_score`, its score for at least one of the
-        queries (Q, D) must also be that high: up to 1,000 such items are found by the index, more
-        by comparing every item, as with `exact`. `distinct`, `offset` and the order are ignored.
-
-        Raises: InvalidParameterError for more than 8 attributes; FilterError for an unknown one.
-        """
         options, names = options or _DEFAULTS, checked_names(names)
         check_options(1, options)
         if query is not None:

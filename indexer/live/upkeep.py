@@ -49,12 +49,10 @@ class GalleryUpkeep(GalleryWriter):
 
     @property
     def precision(self) -> str:
-        """The model precision that computed the vectors, or several, such as fp32+int8."""
         built = self.manifest.precision.split("+")
         return "+".join(sorted({*built, *self._added_precisions()}))
 
     def admit(self, precision: str) -> None:
-        """Record that vectors in `precision` will be added. Raises: GalleryWriteError."""
         if precision not in self.precision.split("+"):
             path = self.generation_folder / PRECISIONS
             with self._folder.writing(self.generation), disk_errors_explained(path.parent):
@@ -75,7 +73,6 @@ class GalleryUpkeep(GalleryWriter):
 
     @property
     def version(self) -> str:
-        """sha256 (hex) that changes with every change."""
         return self._version_at(self._catalog.state().seq)
 
     def facts(self) -> GalleryFacts:

@@ -43,7 +43,11 @@ def _unseen(count: int) -> None:
 
 
 class GalleryWriter(GalleryReader):
-    """The writing methods of a gallery. Thread safe, and safe between processes."""
+    """The writing methods of a gallery. Thread safe, and safe between processes.
+
+    within: only items that match this filter can be changed, and others are treated as unknown;
+        every item must match it after the change (else InvalidParameterError).
+    """
 
     _background: BackgroundCompaction | None = None
     _close: "weakref.finalize[[], Any]"
@@ -54,20 +58,6 @@ class GalleryWriter(GalleryReader):
         owned: frozenset[str] | None = None,
         within: Where | None = None,
     ) -> Written:
-        """Store entries, all or none.
-
-        An entry with the key, sha256 and vector of an item updates its attributes. An entry with
-        another sha256 or vector replaces the item, which gets a new id.
-
-        owned: stored attributes that an entry does not give are removed only if they have one of
-            these names; None removes all.
-        within: every entry must match this filter, and must not use the key of an item that does
-            not match it.
-
-        Raises: InvalidParameterError for a wrong dimension, a vector that is not finite or not of
-            unit norm, a repeated key, an attribute of another type than before, an entry that does
-            not match `within`; GalleryWriteError; GalleryBusyError.
-        """
         entries = list(entries)
         with self._writing() as writer:
             return writer.add(entries, owned, as_filter(within))
@@ -77,30 +67,17 @@ class GalleryWriter(GalleryReader):
         changes: Mapping[str, Mapping[str, AttributeValue | None]],
         within: Where | None = None,
     ) -> int:
-        """Change attributes by key; None removes one. Returns the number of changed items.
-
-        within: items that do not match this filter are treated as unknown, and every item must
-            match it after the change.
-
-        Raises: ItemNotFoundError for an unknown key, and then nothing was changed;
-            InvalidParameterError for a value of another type than the attribute has;
-            GalleryWriteError; GalleryBusyError.
-        """
         with self._writing() as writer:
             return writer.update(changes, as_filter(within))
 
     def remove(
         self, keys: Iterable[str], *, keep: Iterable[str] = (), within: Where | None = None
     ) -> int:
-        """Remove items by key; returns the number. Unknown keys are not counted.
+        """As `VectorStore.remove`, but only if an item with one of the keys `keep` exists. This
+        protects the last copy of a product from concurrent removals.
 
-        keep: remove only if an item with one of these keys exists. This protects the last copy of
-            a product from concurrent removals.
-        within: items that do not match this filter are treated as unknown.
-
-        Raises: InvalidParameterError if the keys are not a list of texts, or a key is also in
-            `keep`; GalleryConflictError if no key of `keep` exists; GalleryWriteError;
-            GalleryBusyError.
+        Raises: InvalidParameterError also for a key that is in `keep`; GalleryConflictError if no
+            key of `keep` exists.
         """
         keys, keep = checked_keys(keys), checked_keys(keep)
         if both := set(keys) & set(keep):
@@ -119,22 +96,15 @@ class GalleryWriter(GalleryReader):
         """Undo the removal of items by key, in one transaction. They get new ids.
 
         Of a key that was removed more than once, the last item is restored. Omits keys that another
-        item has by now, items that `compact` has erased, and items that do not match `within`.
+        item has by now, and items that `compact` has erased.
 
-        Raises: InvalidParameterError if the keys are not a list of texts; GalleryWriteError;
-            GalleryBusyError.
+        Raises: InvalidParameterError if the keys are not a list of texts.
         """
         keys = checked_keys(keys)
         with self._writing() as writer:
             return writer.restore(keys, as_filter(within))
 
     def remove_items(self, ids: Iterable[ItemId], within: Where | None = None) -> int:
-        """Remove items by id; returns the number.
-
-        Unknown ids, replaced items and items that do not match `within` are not counted.
-
-        Raises: GalleryWriteError, GalleryBusyError.
-        """
         ids = [item_id for item_id in ids if 0 <= item_id < 2**63]
         with self._writing() as writer:
             return writer.remove_items(_matching(writer.get(ids).values(), within))
@@ -145,16 +115,6 @@ class GalleryWriter(GalleryReader):
         change: Mapping[str, AttributeValue | None],
         within: Where | None = None,
     ) -> int:
-        """Change attributes of every item that matches a filter; None removes an attribute.
-
-        Returns the number of changed items. Works in batches of 10,000; after an error, the same
-        call continues with the rest.
-
-        within: every item must match this filter after the change.
-
-        Raises: FilterError; InvalidParameterError for a value of another type than the attribute
-            has, or an item that would not match `within`; GalleryWriteError; GalleryBusyError.
-        """
         return self._in_batches(
             where,
             "changed",
@@ -164,12 +124,6 @@ class GalleryWriter(GalleryReader):
         )
 
     def remove_where(self, where: Where) -> int:
-        """Remove every item that matches a filter; returns the number.
-
-        Works in batches of 10,000; after an error, the same call removes the rest.
-
-        Raises: FilterError, GalleryWriteError, GalleryBusyError.
-        """
         return self._in_batches(where, "removed", CatalogWriter.remove_items)
 
     def drop_attribute(self, name: str, on_item: Progress = _unseen) -> int:
@@ -177,7 +131,7 @@ class GalleryWriter(GalleryReader):
 
         Works in batches of 10,000; after an error, the same call continues with the rest.
 
-        Raises: FilterError for an unknown name; GalleryWriteError, GalleryBusyError.
+        Raises: FilterError for an unknown name.
         """
         count = self._in_batches(
             Exists(name),
@@ -197,7 +151,7 @@ class GalleryWriter(GalleryReader):
         values are converted in one transaction, for which other writers wait.
 
         Raises: FilterError for an unknown name; InvalidParameterError naming the first value that
-            cannot be converted, and then nothing was changed; GalleryWriteError; GalleryBusyError.
+            cannot be converted, and then nothing was changed.
         """
         with self._writing() as writer:
             Exists(name).check(writer.schema())
@@ -237,10 +191,7 @@ class GalleryWriter(GalleryReader):
         return count
 
     def forget_unused_attributes(self) -> None:
-        """Delete attribute names that no item has, and their types. Reads every item.
-
-        Raises: GalleryWriteError, GalleryBusyError.
-        """
+        """Delete attribute names that no item has, and their types. Reads every item."""
         with self._writing() as writer:
             writer.forget_unused_names()
 

@@ -2,14 +2,14 @@
 
 import contextlib
 import logging
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
+from kinlens.embedder.durable import sweep
 from kinlens.embedder.errors import GalleryCorruptError
 from kinlens.indexer.catalog.read import CatalogView
-from kinlens.indexer.catalog.vectors import RowIds
+from kinlens.indexer.catalog.vectors import VECTORS, RowIds
 from kinlens.indexer.columns.columns import Columns
 from kinlens.indexer.index.segment import COLUMNS as OF_SEGMENT
 from kinlens.indexer.index.segment import SEGMENTS, read_manifest
@@ -28,22 +28,38 @@ def load_columns(generation: Path, view: CatalogView, *, from_scratch: bool = Fa
     """
     columns = None if from_scratch else _stored(generation, view)
     if columns is not None:
-        return advanced(columns, view)
+        return _advanced(columns, view)
     seq, last = view.state().seq, view.last_given()
     row_ids = RowIds(view.live_ids(), last) if view.file is None else view.file.row_ids
     columns = Columns(view.file_name, row_ids, seq, row_ids.rows_up_to(last), {})
     types = view.schema()
     for ids, attributes in view.attributes(_BATCH):
         columns = columns.changed(ids, attributes, types, seq, columns.size)
-    if columns.size >= _MANY:
-        with contextlib.suppress(OSError):  # a read-only folder
-            store_columns(generation, columns)
-            return replace(columns, changes=0)
     return columns
 
 
-def advanced(columns: Columns, view: CatalogView) -> Columns:
-    """The columns of a later state in the same rows."""
+def columns_at(generation: Path, view: CatalogView, *known: Columns | None) -> Columns:
+    """The columns of the state of `view`, from the first of the `known` ones that are of this or
+    of an earlier state in the same rows. If there are none, they are loaded, and stored if that
+    took long.
+    """
+    columns = next((one for one in known if one is not None and _are_before(one, view)), None)
+    if columns is not None:
+        return _advanced(columns, view)
+    columns = load_columns(generation, view)
+    if columns.changes >= _MANY:
+        with contextlib.suppress(OSError):  # a read-only folder
+            stored = store_columns(generation, columns)
+            # Another process may have stored those of a later state.
+            return stored if stored.seq == columns.seq else columns
+    return columns
+
+
+def _are_before(columns: Columns, view: CatalogView) -> bool:
+    return columns.space == view.file_name and columns.seq <= view.state().seq
+
+
+def _advanced(columns: Columns, view: CatalogView) -> Columns:
     seq = view.state().seq
     if columns.seq == seq:
         return columns
@@ -53,25 +69,23 @@ def advanced(columns: Columns, view: CatalogView) -> Columns:
     return columns.changed(ids, [own for _, own in found], view.schema(), seq, size)
 
 
-def are_before(columns: Columns | None, view: CatalogView) -> bool:
-    """Whether these are columns of an earlier state in the same rows."""
-    if columns is None or columns.space != view.file_name:
-        return False
-    return columns.seq <= view.state().seq
+def store_columns(generation: Path, columns: Columns) -> Columns:
+    """Write a checkpoint; returns the columns as they are in it. Raises: OSError."""
+    if columns.space is None:  # a gallery of an earlier version
+        return columns
+    folder = generation / COLUMNS
+    folder.mkdir(exist_ok=True)
+    columns.write(folder)
+    return Columns.open(folder / f"{columns.space}.bin", columns.space, columns.row_ids)
 
 
-def store_columns(generation: Path, columns: Columns) -> None:
-    """Write a checkpoint. Raises: OSError."""
-    if columns.space is not None:
-        (generation / COLUMNS).mkdir(exist_ok=True)
-        columns.write(generation / COLUMNS)
-
-
-def collect_columns(generation: Path, vectors: Path) -> None:
-    """Delete checkpoints of files of vectors that no longer exist. Raises: OSError."""
-    if (generation / COLUMNS).is_dir():
-        for path in (generation / COLUMNS).glob("*.bin"):
-            if not (vectors / path.stem).is_dir():
+def collect_columns(generation: Path) -> None:
+    """Delete checkpoints of files of vectors that no longer exist, and parts of unfinished ones."""
+    folder = generation / COLUMNS
+    with contextlib.suppress(OSError):
+        sweep(folder)
+        for path in folder.glob("*.bin"):
+            if not (generation / VECTORS / path.stem).is_dir():
                 path.unlink(missing_ok=True)
 
 
@@ -95,4 +109,4 @@ def _stored(generation: Path, view: CatalogView) -> Columns | None:
             if manifest.vectors == name:
                 released = manifest.seq, manifest.size
                 found.append(Columns.open(folder / OF_SEGMENT, name, row_ids, released))
-    return next((columns for columns in found if are_before(columns, view)), None)
+    return next((columns for columns in found if _are_before(columns, view)), None)

@@ -328,12 +328,11 @@ class AttributesKeeper:
         self._rows = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
 
-    def at(self, snapshot: Snapshot) -> StateAttributes:
-        """The attributes of a snapshot with loaded columns."""
-        assert snapshot.columns is not None
-        fitting = _CACHE_BYTES // max(1, snapshot.columns.size // 4)
+    def at(self, snapshot: Snapshot, columns: Columns) -> StateAttributes:
+        """The attributes of a snapshot, whose columns these are."""
+        fitting = _CACHE_BYTES // max(1, columns.size // 4)
         self._max_filters = min(max(fitting, _MIN_CACHED), _MAX_CACHED)
-        return StateAttributes(snapshot, snapshot.columns, self)
+        return StateAttributes(snapshot, columns, self)
 
     def cached(self, where: Filter) -> _CachedFilter:
         """The cache of a filter."""

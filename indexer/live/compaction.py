@@ -156,7 +156,7 @@ def collect(generation: Path) -> None:
         for folder in idle:
             if folder.name not in current:
                 discard(folder)
-        collect_columns(generation, generation / VECTORS)
+        collect_columns(generation)
 
 
 @contextlib.contextmanager

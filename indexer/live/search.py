@@ -186,7 +186,7 @@ class Searcher(VectorStore):
         return mask
 
     def _attributes_of(self, now: Reading) -> StateAttributes:
-        return self._attributes.at(self._snapshots.with_columns(now))
+        return self._attributes.at(now.snapshot, self._snapshots.columns_of(now))
 
     def _mask(self, now: Reading, options: SearchOptions) -> FilterMask | None:
         """The items that match the filter of a search; None for all. Raises: FilterError."""

@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -25,12 +25,7 @@ from kinlens.embedder.types import Embeddings
 from kinlens.indexer.bits import Bits, count_of, empty_bits, has_bits, packed_bits, put_bits
 from kinlens.indexer.catalog.database import Catalog
 from kinlens.indexer.catalog.read import Base, CatalogView, State
-from kinlens.indexer.columns.checkpoint import (
-    advanced,
-    are_before,
-    load_columns,
-    store_columns,
-)
+from kinlens.indexer.columns.checkpoint import columns_at, load_columns, store_columns
 from kinlens.indexer.columns.columns import Columns
 from kinlens.indexer.index.faiss import range_search
 from kinlens.indexer.index.index_types import Effort
@@ -77,8 +72,8 @@ class Snapshot:
     `hidden` marks the positions that the index must not return: for each content, the index
     returns its first position as long as any of its items is not removed.
 
-    The segment contains the items of `state.segment_seq`; None if there were no items. `columns`,
-    the attributes of the state, are read when a filter or a facet first needs them.
+    The segment contains the items of `state.segment_seq`; None if there were no items. `known` has
+    the attributes of this state or of an earlier one: see `SnapshotKeeper.columns_of`.
     """
 
     state: State
@@ -89,7 +84,7 @@ class Snapshot:
     hidden: Bits
     hidden_count: int
     delta: Delta
-    columns: Columns | None = None
+    known: "_Known" = field(default_factory=lambda: _Known())
 
     @classmethod
     def load(cls, view: CatalogView, state: State, segment: Segment | None) -> "Snapshot":
@@ -105,12 +100,10 @@ class Snapshot:
         """The snapshot of a later state with the same segment, even if a newer segment exists."""
         removed = view.removed_since(self.state.seq)
         delta = self.delta.changed(*view.added_since(self.state.seq), removed)
-        later = replace(self, state=state, delta=delta)
+        later = replace(self, state=state, delta=delta, known=_Known(self.known.columns))
         if self.segment is not None and len(removed):
-            later = later._with_tombstones(self.tombstones, removed)
-        if self.columns is None or not are_before(self.columns, view):
-            return replace(later, columns=None)
-        return replace(later, columns=advanced(self.columns, view))
+            return later._with_tombstones(self.tombstones, removed)
+        return later
 
     @property
     def size(self) -> int:
@@ -382,6 +375,13 @@ class Snapshot:
         )
 
 
+@dataclass(slots=True)
+class _Known:
+    """The newest columns that are known for a snapshot; None if no filter needed any."""
+
+    columns: Columns | None = None
+
+
 class Reading(NamedTuple):
     """One state of a gallery: the catalogue in a read transaction, and the snapshot."""
 
@@ -407,9 +407,8 @@ class SnapshotKeeper:
         self._is_closed = False
         self._snapshot: Snapshot | None = None
         self._advancing = threading.Lock()
-        # Not a snapshot: it would keep a replaced segment in memory.
-        self._columns: Columns | None = None
-        self._loading = threading.Lock()
+        self._columns: Columns | None = None  # the newest ones
+        self._loading = threading.Lock()  # not `_advancing`, which all searches take
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Reading]:
@@ -431,45 +430,39 @@ class SnapshotKeeper:
             "Rebuild it from the catalogue: kinlens-index compact GALLERY --rebuild."
         )
 
-    def with_columns(self, now: Reading) -> Snapshot:
-        """The snapshot of `now` with its `columns` loaded."""
-        if now.snapshot.columns is not None:
-            return now.snapshot
-        with self._loading:  # not `_advancing`: loading columns must not block other searches
-            known = self._columns
-            if known is not None and are_before(known, now.view):
-                columns = advanced(known, now.view)
-            else:
-                columns = load_columns(self.generation, now.view)
-            if known is None or known.seq <= columns.seq:
-                self._columns = columns
-        found = replace(now.snapshot, columns=columns)
-        with self._advancing:
-            if self._snapshot is now.snapshot:
-                self._snapshot = found
-        return found
+    def columns_of(self, now: Reading) -> Columns:
+        """The attributes of the state of `now`.
+
+        They are read, or brought up to date, when a filter or a facet needs them. Only searches
+        with a filter wait for that; those of an earlier state have its columns.
+        """
+        known = now.snapshot.known
+        columns = known.columns
+        if columns is None or columns.seq != now.snapshot.state.seq:
+            with self._loading:
+                columns = columns_at(self.generation, now.view, self._columns, known.columns)
+                known.columns = columns
+                if self._columns is None or self._columns.seq <= columns.seq:
+                    self._columns = columns
+        return columns
 
     def follow(self) -> None:
         """Apply new writes to the columns, if they are in use, so that no search has to do it."""
-        current = self._snapshot
-        if current is not None and current.columns is not None:
-            with contextlib.suppress(GalleryError):  # the next search raises it
-                self.newest()
+        if self._columns is not None:
+            with contextlib.suppress(GalleryError), self.reading() as now:  # the next search raises
+                self.columns_of(now)
 
     def checkpoint(self) -> None:
         """Store the columns if many items changed since their checkpoint. Raises: OSError."""
-        current = self._snapshot
-        columns = None if current is None else current.columns
+        columns = self._columns
         if columns is None or columns.changes < max(_MIN_CHANGES, columns.size // _CHANGED_PART):
             return
-        store_columns(self.generation, columns)
-        with self.reading() as now:  # use it, since its values are sorted
-            found = replace(now.snapshot, columns=load_columns(self.generation, now.view))
-            with self._loading:
-                self._columns = found.columns
-            with self._advancing:
-                if self._snapshot is now.snapshot:
-                    self._snapshot = found
+        self._use(store_columns(self.generation, columns))
+
+    def _use(self, stored: Columns) -> None:
+        """Use a checkpoint: its values are sorted, and its arrays are not in memory."""
+        with self._loading, self.catalog.reading() as view:  # a state that no search is beyond
+            self._columns = columns_at(self.generation, view, stored, self._columns)
 
     def newest(self) -> Snapshot:
         """The snapshot of the latest state, for searches that read no rows of the catalogue.
@@ -575,8 +568,9 @@ class SnapshotKeeper:
                 if state.base != base:
                     return  # replaced by another compaction
                 following = Snapshot.load(view, state, segment)
-                if current.columns is not None:  # searches use filters
-                    following = replace(following, columns=load_columns(self.generation, view))
+                if self._columns is not None:  # searches use filters
+                    following.known.columns = load_columns(self.generation, view)
+                    self._use(following.known.columns)
                 self._next = following
         except FileNotFoundError:
             return  # replaced by another compaction

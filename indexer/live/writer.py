@@ -19,6 +19,7 @@ from kinlens.indexer.attributes import parse_value
 from kinlens.indexer.catalog.database import Catalog
 from kinlens.indexer.catalog.entries import checked_keys
 from kinlens.indexer.catalog.write import CatalogWriter
+from kinlens.indexer.columns.checkpoint import collect_columns
 from kinlens.indexer.filters.text import Where, as_filter
 from kinlens.indexer.filters.tree import Exists, Filter
 from kinlens.indexer.live.compaction import (
@@ -197,6 +198,7 @@ class GalleryWriter(GalleryReader):
 
     @functools.cached_property
     def _writable(self) -> Catalog:
+        collect_columns(self.generation_folder)
         return Catalog.open(self.generation_folder / CATALOG, writable=True)
 
     @contextlib.contextmanager

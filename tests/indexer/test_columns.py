@@ -1,8 +1,10 @@
 """Attributes in columns: right after any changes, and apart from the index."""
 
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from threading import Event, Semaphore
 from typing import Any
 
 import numpy as np
@@ -12,10 +14,10 @@ from kinlens.indexer.columns import columns, match
 from kinlens.indexer.filters.text import parse_filter
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.index.plan import IndexSettings
-from kinlens.indexer.live import attributes
+from kinlens.indexer.live import attributes, snapshot
 from kinlens.indexer.types import Entry, Grouping, SearchOptions, SortBy
 from kinlens.values import values_in
-from tests.indexer.conftest import segment_of
+from tests.indexer.conftest import faults, segment_of
 from tests.indexer.oracle import entry, units
 
 FILTERS = [
@@ -210,3 +212,70 @@ def test_values_that_no_item_has_any_more_count_for_nothing(gallery, monkeypatch
     gallery.compact()
     [file] = gallery.generation_folder.glob("columns/*.bin")
     assert b"old 7" not in file.read_bytes()
+
+
+def test_only_a_search_with_a_filter_waits_for_the_changes_of_another_process(
+    gallery, monkeypatch
+) -> None:
+    vectors = units(50)
+    gallery.add([entry(f"a{n}", vectors[n], {"price": 1}) for n in range(50)])
+    is_applying, may_go_on = Event(), Event()
+    apply = columns.Columns.changed
+
+    def changed(*arguments: Any) -> columns.Columns:
+        is_applying.set()
+        assert may_go_on.wait(60)
+        return apply(*arguments)
+
+    with closing(Gallery.open(gallery.path)) as other, ThreadPoolExecutor(2) as pool:
+        assert other.page(0, 1, "price = 1").total == 50
+        gallery.update({"a7": {"price": 2}})
+        monkeypatch.setattr(columns.Columns, "changed", changed)
+        filtered = pool.submit(other.page, 0, 1, "price = 2")
+        try:
+            assert is_applying.wait(60)
+            [hits] = pool.submit(other.search, vectors[7:8], 1).result(60)
+            assert hits[0].key == "a7"
+            assert not filtered.done()
+        finally:
+            may_go_on.set()
+        assert filtered.result(60).total == 1
+
+
+def test_columns_are_stored_in_the_background_once_although_a_write_comes_between(
+    gallery, monkeypatch
+) -> None:
+    monkeypatch.setattr(snapshot, "_MIN_CHANGES", 100)
+    vectors, stored, rounds = units(400), [], Semaphore(0)
+    gallery.add([entry(f"a{n}", vectors[n], {"price": n}) for n in range(400)])
+    assert gallery.page(0, 1, "price >= 0").total == 400
+
+    def write_between(point: str) -> None:
+        if point == "columns: before rename":
+            stored.append(point)
+            with closing(Gallery.open(gallery.path)) as other:
+                other.update({f"a{len(stored)}": {"price": 1000}})
+            assert gallery.page(0, 1, "price = 1000").total == len(stored)
+
+    def needs_compaction() -> None:  # the first step of each round
+        rounds.release()
+
+    monkeypatch.setattr(gallery, "needs_compaction", needs_compaction)
+    with faults(write_between):
+        background = gallery.compact_in_background()
+        for _ in range(3):
+            assert rounds.acquire(timeout=60)
+            background.nudge()
+    assert len(stored) == 1
+    assert gallery.page(0, 1, "price = 1000").total == 1
+
+
+def test_a_writer_deletes_the_parts_of_an_unfinished_checkpoint(gallery) -> None:
+    gallery.add([entry("a", units(1)[0], {"price": 1})])
+    gallery.compact()
+    part = gallery.generation_folder / "columns" / ".stage-of-a-killed-process"
+    part.mkdir()
+    with closing(Gallery.open(gallery.path)) as writer:
+        assert part.is_dir()
+        writer.update({"a": {"price": 2}})
+        assert not part.exists()

@@ -12,13 +12,12 @@ earlier versions have a columns.bin of the same arrays, with an older directory 
 
 import json
 import zlib
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +35,7 @@ from kinlens.indexer.columns.values import (
     to_arrays,
 )
 from kinlens.indexer.types import Ids
-from kinlens.values import AttributeType, AttributeValue, Scalar
+from kinlens.values import AttributeType, AttributeValue, Scalar, values_in
 
 COLUMN_BYTES = 40
 """Bytes per item with five attributes."""
@@ -51,7 +50,6 @@ _ALIGNED = 64
 _SPARSE = 8  # a chunk is sparse if fewer than one row in 8 has the attribute
 _LOOKUP_RATIO = 16  # fewer than one row in 16 are looked up one by one
 _MAX_COMPARED_SPANS = 4  # up to this number of spans, comparing is faster than a lookup table
-_MAX_KNOWN = 2**16  # sorted values that are also kept in a dict
 _MAX_COUNTS = 2**18  # codes up to which a change updates counts instead of counting all rows
 _VERIFIED_BELOW = 64 * 2**20  # bytes of a file whose checksum is verified
 _CURE = "Rebuild it from the catalogue: kinlens-index compact GALLERY --rebuild."
@@ -97,8 +95,7 @@ class Dictionary:
         self.type = type_
         self.values = values
         self.later: list[Scalar] = []
-        self._codes: dict[Scalar, int] = {}
-        self._is_filled = False
+        self._codes: dict[Scalar, int] = {}  # of the later values
         self._sorted: tuple[list[Scalar], Ids] = [], np.empty(0, np.int64)
         self._lock = Lock()
 
@@ -110,31 +107,30 @@ class Dictionary:
         first = len(self.values)
         return self.values[code - 1] if code <= first else self.later[code - 1 - first]
 
-    def codes_of(self, values: Iterable[Scalar]) -> dict[Scalar, int]:
-        """The codes of these values; new values are added."""
+    def codes_of(self, values: Sequence[Scalar]) -> Codes:
+        """The codes of these values (N,); new values are added."""
+        different = list(dict.fromkeys(values))
+        places, is_first = places_of(different, self.values, self.type)
+        codes = dict(zip(different, (places + 1).tolist(), strict=True))
         with self._lock:
-            if not self._is_filled and len(self.values) <= _MAX_KNOWN:
-                self._codes |= {value: code for code, value in enumerate(self.values, 1)}
-                self._is_filled = True
-            return {value: self._code_of(value) for value in values}
-
-    def _code_of(self, value: Any) -> int:
-        code = self._codes.get(value)
-        if code is None and not self._is_filled:
-            index = bisect_left(self.values, value)
-            if index < len(self.values) and self.values[index] == value:
-                return index + 1
-        if code is None:
-            self.later.append(value)
-            code = self._codes[value] = len(self)
-        return code
+            for index in np.flatnonzero(~is_first).tolist():
+                value = different[index]
+                code = self._codes.get(value)
+                if code is None:
+                    self.later.append(value)
+                    code = self._codes[value] = len(self)
+                codes[value] = code
+        return np.fromiter(map(codes.__getitem__, values), np.uint32, len(values))
 
     def sorted_later(self) -> tuple[list[Scalar], Ids]:
         """The later values, ascending, and their codes."""
         with self._lock:
             if len(self._sorted[0]) < len(self.later):
-                first, order = len(self.values) + 1, list(range(len(self.later)))
-                order.sort(key=self.later.__getitem__)
+                first = len(self.values) + 1
+                known = (self._sorted[1] - first).tolist()  # already in order: little is left to do
+                order = sorted(
+                    [*known, *range(len(known), len(self.later))], key=self.later.__getitem__
+                )
                 self._sorted = [self.later[n] for n in order], np.array(order, np.int64) + first
             return self._sorted
 
@@ -156,7 +152,7 @@ class Chunk:
         if not len(rows):
             return None
         codes = codes.astype(np.min_scalar_type(int(codes.max())))
-        if _SPARSE * len(rows) < size or bool((rows[1:] == rows[:-1]).any()):
+        if _SPARSE * len(rows) < size or _is_repeated(rows):
             return cls(codes, rows)
         dense = np.zeros(size, codes.dtype)
         dense[rows] = codes
@@ -215,34 +211,32 @@ class Chunk:
         own = rows.astype(self.rows.dtype)
         return np.searchsorted(self.rows, own, "left"), np.searchsorted(self.rows, own, "right")
 
+    def put(self, rows: Ids, codes: Codes, size: int) -> tuple["Chunk", Codes]:
+        """This dense chunk, now of `size` rows, with new codes of some rows (R,), 0 for no value.
+
+        Returns the chunk itself if nothing differs. The second result are the earlier codes.
+        """
+        known = self.codes
+        if len(known) < size:
+            known = np.concatenate([known, np.zeros(size - len(known), known.dtype)])
+        before = known[rows]
+        if (before == codes).all():
+            return self, before
+        known = known.astype(np.promote_types(known.dtype, np.min_scalar_type(int(codes.max()))))
+        known[rows] = codes
+        return Chunk(known), before
+
     def changed(
         self, touched: Ids, rows: NDArray[np.uint32], codes: Codes, size: int
     ) -> tuple["Chunk | None", Codes]:
-        """This chunk, now of `size` rows, with new entries of the `touched` rows (T,), ascending.
-
-        Returns the chunk itself if nothing differs. The second result are the earlier codes of the
-        touched rows.
-        """
-        if self.rows is None and not bool((rows[1:] == rows[:-1]).any()):
-            known = self.codes
-            if len(known) < size:
-                known = np.concatenate([known, np.zeros(size - len(known), known.dtype)])
-            new = np.zeros(len(touched), np.uint32)
-            new[np.searchsorted(touched, rows)] = codes
-            before = known[touched]
-            if np.array_equal(before, new):
-                return self, before
-            wider = np.promote_types(known.dtype, np.min_scalar_type(int(new.max())))
-            known = known.astype(wider)
-            known[touched] = new
-            return Chunk(known), before
+        """As `put`, for all chunks: the `touched` rows (T,) have these entries (E,), ascending."""
         own_rows, own_codes = self.entries()
         flags = np.zeros(CHUNK, np.bool_)
         flags[touched] = True
         is_touched = flags[own_rows]
         before = own_codes[is_touched]
         if np.array_equal(own_rows[is_touched], rows) and np.array_equal(before, codes):
-            return self, before
+            return (None if self is _NOTHING else self), before
         all_rows = np.concatenate([own_rows[~is_touched], rows])
         all_codes = np.concatenate([own_codes[~is_touched], codes])
         order = np.argsort(all_rows, kind="stable")
@@ -360,7 +354,7 @@ class Column:
         """The codes (codes,), ascending by their values."""
         first = np.arange(1, len(self.dictionary.values) + 1)
         values, codes = self.later()
-        places = places_of(values, self.dictionary.values, self.type)
+        places, _ = places_of(values, self.dictionary.values, self.type)
         return np.insert(first, places, codes)
 
     def later(self) -> tuple[list[Any], Ids]:
@@ -371,40 +365,35 @@ class Column:
         is_own = codes <= self.codes  # a later state has added more
         return [v for v, own in zip(values, is_own.tolist(), strict=True) if own], codes[is_own]
 
-    def _values_at(self, rows: Ids) -> dict[Scalar, int]:
-        """The values of these rows, and their codes."""
-        found = [np.unique(chunk.at(own)[0]) for chunk, own in self._chunks_of(rows)]
-        codes = np.unique(np.concatenate([np.empty(0, np.uint8), *found])).tolist()
-        return {self.dictionary.value(code): code for code in codes if code}
-
     def changed(self, touched: Ids, rows: Ids, values: Sequence[Scalar], size: int) -> "Column":
         """This column, now of `size` rows, with new values of the `touched` rows, ascending.
 
         rows: the row (E,), ascending, of each of the `values`.
         """
-        known = self._values_at(touched)  # most values are as they were, and need no search
-        new = [value for value in dict.fromkeys(values) if value not in known]
-        known |= self.dictionary.codes_of(new)
-        codes = np.fromiter(map(known.__getitem__, values), np.uint32, len(values))
+        codes = self.dictionary.codes_of(values)
+        alone = None  # the code of each touched row if none has several
+        if not _is_repeated(rows):
+            alone = np.zeros(len(touched), np.uint32)
+            alone[np.searchsorted(touched, rows)] = codes
         chunks = [*self.chunks]
         chunks += [None] * (-(-size // CHUNK) - len(chunks))
-        before: list[Codes] = []
-        entries = [(first, end) for _, first, end in _starts(rows, size)]
+        before: list[Codes] = [codes[:0]]
+        entries = [slice(first, end) for _, first, end in _starts(rows, size)]
         for index, (start, first, end) in enumerate(_starts(touched, size)):
             if first == end:
                 continue
-            own = slice(*entries[index])
-            chunks[index], replaced = (chunks[index] or _NOTHING).changed(
-                touched[first:end] - start,
-                (rows[own] - start).astype(np.uint32),
-                codes[own],
-                min(CHUNK, size - start),
-            )
-            chunks[index] = None if chunks[index] is _NOTHING else chunks[index]
+            chunk, length = chunks[index] or _NOTHING, min(CHUNK, size - start)
+            some = touched[first:end] - start
+            if chunk.rows is None and alone is not None:
+                chunks[index], replaced = chunk.put(some, alone[first:end], length)
+            else:
+                own = entries[index]
+                given = (rows[own] - start).astype(np.uint32)
+                chunks[index], replaced = chunk.changed(some, given, codes[own], length)
             before.append(replaced)
         later = Column(self.dictionary, chunks)
         if "counts" in self.__dict__ and later.codes <= _MAX_COUNTS:
-            later.counts = later._count([codes]) - later._count(before)
+            later.counts = later._count([codes]) - later._count([np.concatenate(before)])
             later.counts[: self.codes] += self.counts
         return later
 
@@ -417,7 +406,7 @@ class Column:
         used = np.concatenate([[False], self.counts > 0])
         kept, fresh = used[1 : len(base) + 1], used[codes]
         values = [value for value, is_used in zip(values, fresh.tolist(), strict=True) if is_used]
-        places = places_of(values, base, self.type)
+        places, _ = places_of(values, base, self.type)
         sums = np.concatenate([[0], np.cumsum(kept)])
         # The new code of a value is the number of kept and of inserted values up to it.
         table = np.zeros(self.codes + 1, np.uint32)
@@ -482,20 +471,10 @@ class Columns:
                 f"Item {ids[touched < 0][0]} has no vector. Restore a backup: kinlens-index "
                 "restore."
             )
-        found: dict[str, tuple[list[int], list[Scalar]]] = {name: ([], []) for name in known}
-        for row, own in zip(touched.tolist(), attributes, strict=True):
-            for name, value in own.items():
-                rows, values = found.setdefault(name, ([], []))
-                if isinstance(value, tuple):
-                    different = dict.fromkeys(value)
-                    rows.extend([row] * len(different))
-                    values.extend(different)
-                else:
-                    rows.append(row)
-                    values.append(value)
-        for name, (rows, values) in found.items() if len(ids) else ():
+        for name in {*known, *(name for own in attributes for name in own)} if len(ids) else ():
             before = known.get(name) or Column(Dictionary(types[name], packed([], types[name])), [])
-            column = before.changed(touched, np.array(rows, np.int64), values, size)
+            rows, values = _entries(touched, [own.get(name) for own in attributes])
+            column = before.changed(touched, rows, values, size)
             most = max(MIN_LATER, len(column.dictionary.values) // 16)
             known[name] = column.merged(at_least=most)
         return replace(self, seq=seq, size=size, columns=known, changes=self.changes + len(ids))
@@ -579,7 +558,7 @@ def _arrays(column: Column, size: int) -> dict[str, NDArray[Any]]:
     rows, codes = column.entries()
     codes = codes.astype(np.min_scalar_type(column.codes))
     found = {**to_arrays(column.dictionary.values), "counts": column.counts}
-    if _SPARSE * len(rows) < size or bool((rows[1:] == rows[:-1]).any()):
+    if _SPARSE * len(rows) < size or _is_repeated(rows):
         return {**found, "codes": codes, "rows": rows.astype(np.uint32)}
     dense = np.zeros(size, codes.dtype)
     dense[rows] = codes
@@ -611,6 +590,24 @@ def _array(data: NDArray[np.uint8], dtype: str, start: int, count: int) -> NDArr
     if not 0 <= start <= end <= len(data):
         raise ValueError(f"an array ends at {end:,} of {len(data):,} bytes")
     return data[start:end].view(dtype)
+
+
+def _entries(rows: Ids, values: Sequence[AttributeValue | None]) -> tuple[Ids, Sequence[Scalar]]:
+    """The row and the value of each entry (E,) of rows (N,) with a value, several or None."""
+    if {type(None), tuple}.isdisjoint(map(type, values)):
+        return rows, cast(Sequence[Scalar], values)
+    found_rows: list[int] = []
+    found: list[Scalar] = []
+    for row, value in zip(rows.tolist(), values, strict=True):
+        different = dict.fromkeys(values_in(value))
+        found_rows += [row] * len(different)
+        found += different
+    return np.array(found_rows, np.int64), found
+
+
+def _is_repeated(rows: NDArray[np.integer]) -> bool:
+    """Whether one of these rows, ascending, occurs more than once."""
+    return bool((rows[1:] == rows[:-1]).any())
 
 
 def _starts(rows: NDArray[np.integer], size: int) -> Iterator[tuple[int, int, int]]:

@@ -7,6 +7,7 @@ UTF-8 bytes, which is the order of their code points.
 import json
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, overload
 
 import numpy as np
@@ -20,6 +21,7 @@ Arrays = Mapping[str, NDArray[Any]]
 Values = Sequence[Scalar]
 """Distinct values of one type, ascending."""
 
+_MANY = 16  # values, from which on it is faster to look them up together
 _WHOLE = 2**53  # up to here a float64 represents every integer exactly
 
 
@@ -39,6 +41,32 @@ class Texts(Sequence[str]):
 
     def __len__(self) -> int:
         return len(self.ends)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """The number of bytes of each text (V,)."""
+        return np.diff(self.ends, prepend=0)
+
+    def spans(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The first byte of each of these texts (N,), and the number of its bytes."""
+        starts = np.where(indices > 0, self.ends[indices - 1], 0)
+        return starts, self.ends[indices] - starts
+
+    def words(self, starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """Eight bytes from each of these (N,) on as a number, with zeros for all after `lengths`.
+
+        Numbers are ordered as the bytes.
+        """
+        first = np.minimum(starts, len(self._words) - 1)
+        unused = (64 - 8 * np.minimum(lengths, 8)).view(np.uint64)
+        words = self._words[first].astype(np.uint64) << (8 * (starts - first)).view(np.uint64)
+        return words >> unused << unused
+
+    @cached_property
+    def _words(self) -> NDArray[np.uint64]:
+        """The eight bytes from each byte of the data on."""
+        data = self.data if len(self.data) >= 8 else np.pad(self.data, (0, 8))
+        return np.ndarray(len(data) - 7, ">u8", data, strides=1)
 
     @overload
     def __getitem__(self, index: int) -> str: ...
@@ -103,37 +131,80 @@ def spliced(
     """
     offsets = np.concatenate([[0], np.cumsum(kept)])[positions]  # among the kept values
     if isinstance(values, Texts) and isinstance(new, Texts):
-        lengths = np.diff(values.ends, prepend=0)
-        data = values.data if kept.all() else values.data[np.repeat(kept, lengths)]
-        lengths = lengths[kept]
-        starts = np.concatenate([[0], np.cumsum(lengths)])[offsets].tolist()
-        ends = [0, *new.ends.tolist()]
-        pieces, last = [], 0
-        for index, start in enumerate(starts):
-            pieces += [data[last:start], new.data[ends[index] : ends[index + 1]]]
-            last = start
-        both = np.insert(lengths, offsets, np.diff(new.ends, prepend=0))
-        return Texts(np.concatenate([*pieces, data[last:]]), np.cumsum(both))
+        data = values.data if kept.all() else values.data[np.repeat(kept, values.lengths)]
+        lengths = np.insert(values.lengths[kept], offsets, new.lengths)
+        is_new = np.repeat(np.insert(np.zeros(kept.sum(), np.bool_), offsets, True), lengths)
+        both = np.empty(len(is_new), np.uint8)
+        both[is_new], both[~is_new] = new.data, data
+        return Texts(both, np.cumsum(lengths))
     if isinstance(values, Numbers) and isinstance(new, Numbers):
-        own, others = values.array[kept], new.array
-        if own.dtype != others.dtype and _is_exact(own) and _is_exact(others):
-            own, others = own.astype(np.float64), others.astype(np.float64)
+        own, others = _alike(values.array, new.array)
         if own.dtype == others.dtype:
-            return Numbers(np.insert(own, offsets, others))
+            return Numbers(np.insert(own[kept], offsets, others))
     rest = [value for value, is_kept in zip(values, kept.tolist(), strict=True) if is_kept]
     return packed(sorted([*rest, *new]), type_)
 
 
-def places_of(new: Sequence[Any], values: Values, type_: AttributeType) -> NDArray[np.int64]:
-    """The index (N,) of the first of the `values` that is not below each of the `new` ones."""
-    own = packed(new, type_)
-    if isinstance(own, Numbers) and isinstance(values, Numbers):
-        ours, others = own.array, values.array
-        if ours.dtype != others.dtype and _is_exact(ours) and _is_exact(others):
-            ours, others = ours.astype(np.float64), others.astype(np.float64)
-        if ours.dtype == others.dtype:
-            return np.searchsorted(others, ours)
-    return np.array([bisect_left(values, value) for value in new], np.int64)
+def places_of(
+    wanted: Sequence[Any], values: Values, type_: AttributeType
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """The index (N,) of the first of the `values` that is not below each of the `wanted` ones, and
+    whether it is equal.
+    """
+    if len(wanted) >= _MANY:
+        own = packed(wanted, type_)
+        if isinstance(own, Texts) and isinstance(values, Texts):
+            return _places_of_texts(own, values)
+        if isinstance(own, Numbers) and isinstance(values, Numbers):
+            ours, others = _alike(own.array, values.array)
+            if ours.dtype == others.dtype:
+                places = np.searchsorted(others, ours)
+                equal = places < len(others)
+                equal[equal] = others[places[equal]] == ours[equal]
+                return places, equal
+    found = [bisect_left(values, value) for value in wanted]
+    pairs = zip(found, wanted, strict=True)
+    known = [place < len(values) and values[place] == value for place, value in pairs]
+    return np.array(found, np.int64), np.array(known, np.bool_)
+
+
+def _places_of_texts(wanted: Texts, texts: Texts) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Bisects for all wanted texts at once."""
+    every = np.arange(len(wanted))
+    first, end = np.zeros(len(wanted), np.int64), np.full(len(wanted), len(texts))
+    while len(left := np.flatnonzero(first < end)):
+        middle = (first[left] + end[left]) // 2
+        is_below = _compared(texts, middle, wanted, left) < 0
+        first[left[is_below]] = middle[is_below] + 1
+        end[left[~is_below]] = middle[~is_below]
+    equal = first < len(texts)
+    equal[equal] = _compared(texts, first[equal], wanted, every[equal]) == 0
+    return first, equal
+
+
+def _compared(
+    texts: Texts, indices: NDArray[np.int64], others: Texts, places: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Below, equal to or above 0 (N,), as is each of the texts compared with one of the others."""
+    starts, lengths = texts.spans(indices)
+    own_starts, own_lengths = others.spans(places)
+    found = lengths - own_lengths  # the order of texts of which one begins with the other
+    left, offset = np.arange(len(found)), 0
+    while len(left):
+        words = texts.words(starts[left] + offset, lengths[left] - offset)
+        given = others.words(own_starts[left] + offset, own_lengths[left] - offset)
+        differ = words != given
+        found[left[differ]] = np.where(words < given, -1, 1)[differ]
+        offset += 8
+        left = left[~differ & (np.minimum(lengths, own_lengths)[left] > offset)]
+    return found
+
+
+def _alike(one: NDArray[Any], other: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Both numbers as floats if they differ in type and floats represent them exactly."""
+    if one.dtype != other.dtype and _is_exact(one) and _is_exact(other):
+        return one.astype(np.float64), other.astype(np.float64)
+    return one, other
 
 
 def _is_exact(array: NDArray[Any]) -> bool:

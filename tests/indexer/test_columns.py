@@ -39,7 +39,7 @@ def drawn(rng: np.random.Generator, step: int) -> dict[str, Any]:
     given: dict[str, Any] = {
         "price": int(rng.integers(100)) + float(rng.choice([0, 0.5, step / 64])),
         "colour": str(rng.choice(["red", "blue", f"colour {step}"])),
-        "name": f"n{int(rng.integers(2000))}",
+        "name": f"n{int(rng.integers(3))} of many {int(rng.integers(2000))}",
     }
     left = {name: value for name, value in given.items() if rng.random() < 0.8}
     if sizes:

@@ -48,22 +48,21 @@ _KNOWN = f"SELECT count(*), coalesce(sum(id), 0) FROM items WHERE {_SOME}"  # no
 _GROW = "UPDATE state SET size = size + ?, numbers = numbers + ?"
 
 
-def write_part(path: Path, view: CatalogView, ids: Ids, since: int, on_item: Progress) -> None:
-    """Write the items `ids` (N,) into the new file `path`.
+def part_of(view: CatalogView, ids: Ids, since: int, on_item: Progress) -> bytes:
+    """The file of a part with the items `ids` (N,).
 
     Items added after the write `since` are written with their stored vectors.
 
     Raises: GalleryCorruptError, sqlite3.Error.
     """
-    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as part:
-        part.executescript(_PART)
-        part.execute("PRAGMA synchronous = OFF")  # the file is hashed afterwards
-        part.execute("BEGIN")
+    with contextlib.closing(sqlite3.connect(":memory:", isolation_level=None)) as part:
+        part.executescript(f"{_PART} BEGIN;")
         for start in range(0, len(ids), _BATCH):
             some = ids[start : start + _BATCH]
             part.executemany(_INTO_PART, _rows(view, some, since))
             on_item(len(some))
         part.execute("COMMIT")
+        return part.serialize()
 
 
 def packed(ids: Ids) -> bytes:

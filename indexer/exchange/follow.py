@@ -31,12 +31,18 @@ from kinlens.embedder.durable import (
     sync_tree,
     write_whole,
 )
-from kinlens.embedder.errors import GalleryCorruptError, GalleryError, KinlensError
+from kinlens.embedder.errors import GalleryCorruptError, GalleryError
 from kinlens.indexer.catalog.database import Catalog
 from kinlens.indexer.catalog.replay import Removed, apply_part, finish, unpacked
 from kinlens.indexer.catalog.vectors import NUMBERS, ROWS, VECTORS, VectorFile
 from kinlens.indexer.exchange.objects import ObjectFolder
-from kinlens.indexer.exchange.published import FILES, OBJECTS, PublishedSnapshot, snapshot_at
+from kinlens.indexer.exchange.published import (
+    FILES,
+    OBJECTS,
+    PublishedSnapshot,
+    reading,
+    snapshot_at,
+)
 from kinlens.indexer.folder.layout import DOWNLOADS, GalleryFolder, disk_errors_explained
 from kinlens.indexer.folder.manifest import write_manifest
 from kinlens.indexer.index.segment import MANIFEST as SEGMENT_MANIFEST
@@ -91,16 +97,14 @@ class Follower:
             return has_changed
 
     def _update(self) -> bool:
-        tried = None
-        while (snapshot := snapshot_at(self.address)) != tried:
+        snapshot = snapshot_at(self.address)
+        while True:
             try:
                 return self._take_over(snapshot)
             except _ObjectMissingError:
-                tried = snapshot  # a newer one may have replaced it; finished downloads are reused
-        raise GalleryCorruptError(
-            f"The snapshot at {self.address} names a missing file. Try again; if the error "
-            "persists, publish the gallery to another address."
-        )
+                tried, snapshot = snapshot, snapshot_at(self.address)
+                if snapshot == tried:  # else a newer one has replaced it
+                    raise
 
     def _take_over(self, snapshot: PublishedSnapshot) -> bool:
         self._gallery.mark_as_copy(self.address)
@@ -150,6 +154,7 @@ class Follower:
             if now.seq < snapshot.seq:
                 self._apply(catalog, snapshot, now.seq)
             if (*now.base, vectors) != snapshot.base:
+                catalog.shrink()  # before the adoption, so that it is repeated after a kill
                 self._adopt(catalog, snapshot, generation)
             elif now.seq == snapshot.seq:
                 return self._copy_files(snapshot, generation)
@@ -167,6 +172,7 @@ class Follower:
         none = np.empty((2, 0), np.int64)
         removed = Removed(np.concatenate([none, *(each.reshape(2, -1) for each in ids)], 1), live)
         with catalog.writing() as writer:
+            writer.connection.execute("PRAGMA secure_delete = ON")  # overwrite freed pages, too
             removed.remove(writer, snapshot.segment_seq)  # first: other items may have their keys
             for part in [part for delta in deltas for part in delta.parts]:
                 apply_part(writer, self._downloads / part.sha256, removed)
@@ -274,32 +280,23 @@ class Follower:
             return path
         crash_point("follow: before download")
         part = path.with_name(f"{path.name}.part")
-        with self._store_errors_explained():
+        with reading(self.address):
             try:
                 self._store.download(f"{OBJECTS}/{facts.sha256}", part)
             except FileNotFoundError as error:
-                raise _ObjectMissingError from error
+                raise _ObjectMissingError(
+                    f"The snapshot at {self.address} names a missing file. Try again; if the error "
+                    "persists, publish the gallery to another address."
+                ) from error
         if not _has(part, facts):
             part.unlink(missing_ok=True)
             raise GalleryCorruptError(
                 f"{self.address}/{OBJECTS}/{facts.sha256} is damaged: its content does not match "
-                "its name. Delete it and publish the gallery again."
+                "its name. Publish the gallery to another address."
             )
         part.replace(path)
         self._on_progress(facts.bytes)
         return path
-
-    @contextlib.contextmanager
-    def _store_errors_explained(self) -> Iterator[None]:
-        try:
-            yield
-        except (KinlensError, _ObjectMissingError):
-            raise
-        except Exception as error:  # each store client has its own exception classes
-            raise GalleryError(
-                f"The snapshot at {self.address} cannot be read: {type(error).__name__}: {error}. "
-                "Check the address, the permissions there and the network."
-            ) from error
 
 
 def checked_s(folder: Path) -> float | None:
@@ -312,7 +309,7 @@ def checked_s(folder: Path) -> float | None:
         return None
 
 
-class _ObjectMissingError(Exception):
+class _ObjectMissingError(GalleryCorruptError):
     """A snapshot names a missing object."""
 
 

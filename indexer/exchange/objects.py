@@ -3,15 +3,21 @@
 Every file is written atomically, on any file system.
 """
 
+import contextlib
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from kinlens.embedder.durable import make_folder, rename, sync, write_whole
-from kinlens.embedder.errors import EngineUnavailableError, InvalidParameterError
+from kinlens.embedder.durable import make_folder, rename, sync
+from kinlens.embedder.errors import (
+    EngineUnavailableError,
+    GalleryError,
+    InvalidParameterError,
+    KinlensError,
+)
 
 REMOTE = "://"
 """Marks an address of fsspec, in contrast to a folder."""
@@ -19,6 +25,9 @@ REMOTE = "://"
 _ATOMIC = {"s3", "s3a", "gs", "gcs", "az", "abfs", "memory"}  # protocols with atomic writes
 
 _CONCURRENT = 64  # requests
+
+Content = bytes | Path
+"""The content of a file, or a file of this machine with it."""
 
 
 class ObjectFolder:
@@ -38,24 +47,10 @@ class ObjectFolder:
         self.files.invalidate_cache()
         return bool(self.files.exists(self.at(name)))
 
-    def size(self, name: str) -> int | None:
-        """The size of a file in bytes; None if it does not exist."""
-        self.files.invalidate_cache()
-        try:
-            return int(self.files.info(self.at(name))["size"])
-        except FileNotFoundError:
-            return None
-
     def names(self, folder: str) -> set[str]:
-        """The names of the files in a folder; empty if the folder does not exist."""
-        self.files.invalidate_cache()
-        try:
-            return {Path(name).name for name in self.files.ls(self.at(folder), detail=False)}
-        except FileNotFoundError:
-            return set()
-
-    def all_names(self, folder: str) -> set[str]:
-        """The names of the files in a folder and below it, by one listing."""
+        """The names of the files in a folder and below it, by one listing; empty if the folder does
+        not exist.
+        """
         self.files.invalidate_cache()
         return {Path(name).name for name in self.files.find(self.at(folder))}
 
@@ -67,28 +62,29 @@ class ObjectFolder:
         """Copy a file to this machine. Raises: FileNotFoundError."""
         self.files.get_file(self.at(name), str(file))
 
-    def write(self, name: str, data: bytes) -> None:
-        """Replace a small file."""
-        path = self.at(name)
-        if is_local(self.files):
-            make_folder(Path(path).parent, "object")
-            write_whole(Path(path), data, "object")
-            Path(path).chmod(0o644)  # readers may be other users
-        elif protocols(self.files) & _ATOMIC:
-            self.files.pipe_file(path, data)
-        else:
-            self.files.makedirs(path.rpartition("/")[0], exist_ok=True)
-            self.files.pipe_file(f"{path}.part", data)
-            self.files.mv(f"{path}.part", path)
+    def write(self, name: str, content: Content) -> None:
+        """Replace a file."""
+        self.write_all({name: content})
 
-    def write_all(self, contents: Mapping[str, bytes]) -> None:
-        """Replace small files; on a store with concurrent requests, many at a time."""
-        if getattr(self.files, "async_impl", False) and protocols(self.files) & _ATOMIC:
-            paths = {self.at(name): data for name, data in contents.items()}
-            self.files.pipe(paths, batch_size=_CONCURRENT)
+    def write_all(self, contents: Mapping[str, Content]) -> None:
+        """Replace files; on a store with concurrent requests, up to 64 at a time."""
+        if self._is_atomic and getattr(self.files, "async_impl", False):
+            data = {self.at(n): one for n, one in contents.items() if isinstance(one, bytes)}
+            files = {self.at(n): str(one) for n, one in contents.items() if isinstance(one, Path)}
+            self.files.pipe(data, batch_size=_CONCURRENT)
+            self.files.put([*files.values()], [*files], batch_size=_CONCURRENT)
             return
-        for name, data in contents.items():
-            self.write(name, data)
+        for name, content in contents.items():
+            path = self.at(name)
+            if is_local(self.files):
+                with _beside(Path(path), content) as part:
+                    rename(part, Path(path), "object")
+            elif self._is_atomic:
+                self._put(content, path)
+            else:
+                self.files.makedirs(path.rpartition("/")[0], exist_ok=True)
+                self._put(content, f"{path}.part")
+                self.files.mv(f"{path}.part", path)
 
     def create(self, name: str, data: bytes) -> bool:
         """Write a small file unless there is one; returns whether it did.
@@ -98,14 +94,9 @@ class ObjectFolder:
         try:
             if is_local(self.files):
                 target = Path(self.at(name))
-                part = target.with_name(f"{target.name}.{os.urandom(4).hex()}.part")
-                write_whole(part, data, "object")
-                part.chmod(0o644)
-                try:
+                with _beside(target, data) as part:
                     _claim(target, part)
-                finally:
-                    part.unlink(missing_ok=True)
-            elif protocols(self.files) & _ATOMIC:
+            elif self._is_atomic:
                 self.files.pipe_file(self.at(name), data, mode="create")
             elif self.exists(name):
                 return False
@@ -117,37 +108,34 @@ class ObjectFolder:
             raise
         return True
 
-    def upload(self, file: Path, name: str) -> None:
-        """Copy a file of this machine, of any size, to a name that is not in use yet."""
-        path = self.at(name)
-        if is_local(self.files):
-            target = Path(path)
-            make_folder(target.parent, "object")
-            part = target.with_name(f"{target.name}.part")
-            shutil.copyfile(file, part)
-            sync(part, "object")
-            rename(part, target, "object")
-        elif protocols(self.files) & _ATOMIC:
-            self.files.put_file(str(file), path)
+    def _put(self, content: Content, path: str) -> None:
+        if isinstance(content, bytes):
+            self.files.pipe_file(path, content)
         else:
-            self.files.makedirs(path.rpartition("/")[0], exist_ok=True)
-            self.files.put_file(str(file), f"{path}.part")
-            self.files.mv(f"{path}.part", path)
+            self.files.put_file(str(content), path)
+
+    @property
+    def _is_atomic(self) -> bool:
+        return bool(protocols(self.files) & _ATOMIC)
 
     def remove(self, name: str) -> None:
         """Delete a file. Raises: FileNotFoundError."""
         self.files.rm_file(self.at(name))
 
-    def modified_s(self, name: str) -> float | None:
-        """Time of the last write of a file, in seconds since 1970; None if the store lacks it."""
-        try:
-            return float(self.files.modified(self.at(name)).timestamp())
-        except (NotImplementedError, KeyError, AttributeError):
-            return None
-
     def at(self, name: str) -> str:
         """The path of a file for fsspec."""
         return f"{self.root}/{name}"
+
+
+@contextlib.contextmanager
+def store_errors_explained(outcome: str, cure: str) -> Iterator[None]:
+    """Translate the errors of a store into a GalleryError with these two texts."""
+    try:
+        yield
+    except KinlensError:
+        raise
+    except Exception as error:  # each store client has its own exception classes
+        raise GalleryError(f"{outcome}: {type(error).__name__}: {error}. {cure}") from error
 
 
 def refuse_secrets(address: str) -> None:
@@ -185,6 +173,22 @@ def protocols(files: Any) -> set[str]:
 def is_local(files: Any) -> bool:
     """Whether an fsspec file system is the local one."""
     return "file" in protocols(files)
+
+
+@contextlib.contextmanager
+def _beside(target: Path, content: Content) -> Iterator[Path]:
+    """A synced file with this content next to `target`; deleted at the end unless renamed."""
+    make_folder(target.parent, "object")
+    part = target.with_name(f"{target.name}.{os.urandom(4).hex()}.part")
+    try:
+        if isinstance(content, bytes):
+            part.write_bytes(content)
+        else:
+            shutil.copyfile(content, part)
+        sync(part, "object")
+        yield part
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def _claim(target: Path, part: Path) -> None:

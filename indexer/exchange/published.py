@@ -1,18 +1,14 @@
 """What a publication writes at its address: snapshots, their deltas, and how they are read."""
 
+import contextlib
 from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
 
 from kinlens.embedder.durable import FileFacts
-from kinlens.embedder.errors import (
-    GalleryCorruptError,
-    GalleryError,
-    GalleryNotFoundError,
-    KinlensError,
-)
+from kinlens.embedder.errors import GalleryCorruptError, GalleryNotFoundError
 from kinlens.indexer.catalog.replay import NameRows
-from kinlens.indexer.exchange.objects import ObjectFolder
+from kinlens.indexer.exchange.objects import ObjectFolder, store_errors_explained
 from kinlens.indexer.folder.manifest import CALIBRATION, PRECISIONS, REPORT, GalleryManifest
 from kinlens.indexer.index.segment import brief
 
@@ -131,15 +127,11 @@ class PublishedSnapshot(Owner, frozen=True, extra="forbid"):
         return [*files, *(facts for delta in self.deltas for facts in delta.objects)]
 
 
-def read_snapshot(store: ObjectFolder) -> PublishedSnapshot | None:
+def read_as(store: ObjectFolder, kind: type[_Kind]) -> _Kind | None:
     """The current snapshot at an address; None if there is none.
 
     Raises: GalleryCorruptError if it is damaged or from another version.
     """
-    return read_as(store, PublishedSnapshot)
-
-
-def read_as(store: ObjectFolder, kind: type[_Kind]) -> _Kind | None:
     try:
         return kind.model_validate_json(store.read(SNAPSHOT))
     except FileNotFoundError:
@@ -153,24 +145,23 @@ def read_as(store: ObjectFolder, kind: type[_Kind]) -> _Kind | None:
 
 
 def snapshot_at(address: str) -> PublishedSnapshot:
-    """The current snapshot at an address. Raises: GalleryError, EngineUnavailableError."""
-    try:
-        return latest(ObjectFolder(address))
-    except KinlensError:
-        raise
-    except Exception as error:  # each store client has its own exception classes
-        raise GalleryError(
-            f"The snapshot at {address} cannot be read: {type(error).__name__}: {error}. Check the "
-            "address, its permissions and the network."
-        ) from error
+    """The current snapshot at an address.
 
-
-def latest(store: ObjectFolder) -> PublishedSnapshot:
-    """The current snapshot at an address. Raises: GalleryNotFoundError, GalleryCorruptError."""
-    found = read_snapshot(store)
+    Raises: GalleryNotFoundError, GalleryCorruptError, GalleryError, EngineUnavailableError.
+    """
+    with reading(address):
+        found = read_as(ObjectFolder(address), PublishedSnapshot)
     if found is None:
         raise GalleryNotFoundError(
-            f"No snapshot at {store.address}: {SNAPSHOT} is missing. Publish the gallery with "
+            f"No snapshot at {address}: {SNAPSHOT} is missing. Publish the gallery with "
             "kinlens-index publish GALLERY ADDRESS."
         )
     return found
+
+
+def reading(address: str) -> contextlib.AbstractContextManager[None]:
+    """Translates the errors of the store at an address."""
+    return store_errors_explained(
+        f"The snapshot at {address} cannot be read",
+        "Check the address, its permissions and the network.",
+    )

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from kinlens.commands.__main__ import app
 from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.session import OnnxEmbedder
+from kinlens.indexer.checks.verify import check_files
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.types import Entry
 from kinlens.service.settings import Settings
@@ -41,6 +42,12 @@ def kinlens_index(*arguments: object) -> Any:
     done = CliRunner().invoke(app, [*(str(argument) for argument in arguments), "--json"])
     assert done.exit_code == 0, done.output
     return json.loads(done.stdout)
+
+
+def units(count: int) -> Any:
+    """The vectors of the stored galleries with removed items."""
+    rows = np.random.default_rng(5).normal(size=(count, 8)).astype(np.float32)
+    return rows / np.linalg.norm(rows, axis=1, keepdims=True)
 
 
 def items_of(path: Path) -> dict[str, tuple[dict[str, Any], str, tuple[float, ...]]]:
@@ -113,7 +120,7 @@ def test_a_compaction_moves_stored_vectors_out_of_the_catalogue(stored: Path, na
     [catalogue] = (stored / name).glob("versions/*/catalog.sqlite")
     with closing(sqlite3.connect(catalogue)) as catalog:
         assert catalog.execute("SELECT count(vector) FROM vectors").fetchone()[0] == 0
-        assert catalog.execute("PRAGMA user_version").fetchone()[0] == 6
+        assert catalog.execute("PRAGMA user_version").fetchone()[0] == 7
     assert items_of(stored / name) == before
     kinlens_index("verify", stored / name)
 
@@ -128,6 +135,42 @@ def test_items_removed_after_a_conversion_are_erased(stored: Path, tmp_path: Pat
     kinlens_index("backup", stored / "points", "--out", tmp_path / "saved")
     for file in [*(stored / "points").rglob("*"), *(tmp_path / "saved").rglob("*")]:
         assert not file.is_file() or not any(vector in file.read_bytes() for vector in gone), file
+
+
+@pytest.mark.parametrize("version", [5, 6])
+def test_items_that_an_earlier_version_removed_come_back(version: int, tmp_path: Path) -> None:
+    """Read as they are, and converted by the first write; their vectors were kept elsewhere."""
+    with tarfile.open(GOLDEN / "removed.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    path = tmp_path / f"version-{version}"
+    removed, vectors = ["k1", "k2", "k6", "k20", "k21"], units(40)
+    [catalogue] = path.glob("versions/*/catalog.sqlite")
+
+    def schema() -> int:
+        with closing(sqlite3.connect(catalogue)) as catalog:
+            return int(catalog.execute("PRAGMA user_version").fetchone()[0])
+
+    def found(gallery: Gallery) -> list[str]:
+        return [hits[0].key for hits in gallery.search(vectors[:26], 1)]
+
+    check_files(path)
+    with closing(Gallery.open(path)) as gallery, closing(Gallery.open(path)) as other:
+        assert (gallery.size, gallery.facts().tombstones, gallery.has_removed()) == (21, 5, True)
+        expected = [f"k{n}" for n in range(26)]
+        are_there = [n for n, key in enumerate(expected) if key not in [*removed, "k3"]]
+        assert [found(gallery)[n] for n in are_there] == [expected[n] for n in are_there]
+        assert not {*removed} & {*found(gallery)}
+        assert schema() == version
+        assert sorted(item.key for item in gallery.restore([*removed, "k3"])) == sorted(removed)
+        assert schema() == 7
+        are_back = [n for n in range(26) if n != 3]  # which was replaced
+        for each in (gallery, other):
+            assert [found(each)[n] for n in are_back] == [expected[n] for n in are_back]
+        check_files(path)
+        gallery.remove(removed)
+        gallery.compact()
+        assert gallery.restore(removed) == []
+    check_files(path)
 
 
 def test_a_stored_parquet_file_and_a_backup_hold_the_same_items(stored: Path) -> None:

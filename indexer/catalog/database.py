@@ -10,17 +10,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
-from kinlens.embedder.durable import make_folder, rename, staged, sync_tree
 from kinlens.embedder.errors import GalleryCorruptError, GalleryError, GalleryWriteError
 from kinlens.embedder.types import ItemId
+from kinlens.indexer.catalog.earlier import convert, define_views
 from kinlens.indexer.catalog.read import CatalogView, Row, State
 from kinlens.indexer.catalog.schema import (
     BUSY_S,
-    CONVERT,
     FIRST_STATE,
     INDEXES,
     NEW_FILE,
-    REMOVED,
     RESTORE,
     SQLITE_ERRORS,
     TABLES,
@@ -60,6 +58,7 @@ class Catalog:
         self._unchanged: _Stamp | None = None
         self._is_disk_full = False
         self._idle: _Idle = deque()
+        self._has_views = False  # or else the file is of an earlier version
         self._file: VectorFile | None = None
         self._closed = False
         self._log_limit = _KEEP_LOG_BYTES
@@ -75,7 +74,7 @@ class Catalog:
             connection = sqlite3.connect(path, isolation_level=None)
             with contextlib.closing(connection):
                 # One transaction: each one is synced to the disk.
-                tables = "".join((TABLES, INDEXES, *REMOVED))
+                tables = ";".join((TABLES, *INDEXES))
                 connection.executescript(f"{NEW_FILE}BEGIN;{VERSION}{tables}")
                 connection.execute(FIRST_STATE, (dim, file.name))
                 seal(connection)
@@ -139,6 +138,9 @@ class Catalog:
         self, read: Callable[Concatenate[CatalogView, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
         """Run a read of a single statement, which needs no transaction."""
+        if not self._has_views:
+            with self.reading() as view:
+                return read(view, *args, **kwargs)
         connection, idle = self._acquire()
         try:
             return read(CatalogView(connection), *args, **kwargs)
@@ -178,33 +180,19 @@ class Catalog:
         connection.execute("BEGIN IMMEDIATE")
         view = CatalogView(connection)
         row = self._open_vectors(view)  # needs no retry: no compaction can commit during a write
-        if view.file is not None:
+        if self._define_views(connection):
+            assert view.file is not None
             return CatalogWriter(connection, view.file, row)
-        file = self._convert(view)
+        file = convert(view, self.path.parent / VECTORS)
         connection.execute("COMMIT")
         del file  # until now, it kept a compaction from deleting the vectors
         return self._begin_writing(connection)
-
-    def _convert(self, view: CatalogView) -> VectorFile:
-        """Convert a file of an earlier version: move its vectors into a separate file."""
-        folder = self.path.parent / VECTORS
-        make_folder(folder, "vectors")
-        with staged(folder) as stage:
-            batches = view.iter_vectors()
-            VectorFile.rewrite(stage, view.dim, view.live_ids(), view.last_given(), batches)
-            sync_tree(stage, "vectors")
-            name = os.urandom(4).hex()
-            rename(stage, folder / name, "vectors")
-            for statement in CONVERT:
-                view.connection.execute(statement)
-            view.connection.execute("UPDATE state SET vectors = ?", (name,))
-            seal(view.connection)
-            return VectorFile.open(folder / name, view.dim)
 
     def _begin(self, view: CatalogView) -> None:
         """Begin the transaction of a view. Retries if a compaction has just deleted the vectors."""
         for _ in range(_MAX_ATTEMPTS):
             view.connection.execute("BEGIN")
+            self._define_views(view.connection)
             try:
                 self._open_vectors(view)
                 return
@@ -214,6 +202,14 @@ class Catalog:
             f"The vectors of {self.path.name} are missing in {self.path.parent / VECTORS}. "
             f"{RESTORE}."
         )
+
+    def _define_views(self, connection: sqlite3.Connection) -> bool:
+        """Define the views of a file of an earlier version, until the end of the transaction.
+
+        Returns whether the file has its own. Raises: sqlite3.Error.
+        """
+        self._has_views = self._has_views or define_views(connection)
+        return self._has_views
 
     def _open_vectors(self, view: CatalogView) -> StateRow:
         """Open the file of vectors of a view; returns its state.

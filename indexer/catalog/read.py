@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import sqlite3
 import zlib
 from array import array
@@ -18,7 +19,6 @@ from kinlens.indexer.catalog.entries import MAX_KEY, is_key
 from kinlens.indexer.catalog.schema import (
     NAMES,
     RESTORE,
-    WITHOUT_REMOVED,
     StateRow,
     damaged,
     item_checksums,
@@ -30,50 +30,40 @@ from kinlens.indexer.types import Ids, Item, find_sorted
 from kinlens.values import AttributeValue, plain_attributes
 
 # Always reads complete rows with their crc: values from a covering index would not be verified.
-_ITEM = "SELECT id, key, path, sha256, format, attributes, crc FROM items"
+_COLUMNS = "id, key, path, sha256, format, attributes, crc"
+_ITEM = f"SELECT {_COLUMNS} FROM living"  # noqa: S608 (a constant)
 _ROWS = """
 SELECT json_group_array(json_array(id, key, path, hex(sha256), format, attributes, crc)),
-    (SELECT seq FROM state) FROM items WHERE id IN """
+    (SELECT seq FROM state) FROM living WHERE id IN """
 _ITEMS = f"{_ITEM} WHERE id IN (SELECT value FROM json_each(?))"  # noqa: S608 (two constants)
 _BY_KEY = f"{_ITEM} WHERE key IN (SELECT value FROM json_each(?))"  # noqa: S608
 _BY_CONTENT = f"{_ITEM} WHERE sha256 = ? ORDER BY id LIMIT 1"
-_VECTORS = "SELECT id, crc, vector FROM vectors"
-_REMOVED = "SELECT id, key, path, sha256, format, attributes, crc FROM removed"
-_REMOVED_BY_KEY = f"""
-{_REMOVED} WHERE id IN (
-    SELECT max(id) FROM removed WHERE key IN (SELECT value FROM json_each(?)) GROUP BY key
-) AND key NOT IN (SELECT key FROM items) ORDER BY id
-"""  # noqa: S608 (a constant)
-_REMOVED_VECTORS = """
-SELECT id, vector_crc, nullif(vector, x'') FROM removed
-WHERE id IN (SELECT value FROM json_each(?)) AND (vector = x'') = ? ORDER BY id
-"""
-_REMOVED_IDS = """
-SELECT id FROM removed WHERE vector = x'' AND at > ? AND at <= ? ORDER BY id
-"""
-_REMOVED_CONTENT = "SELECT 1 FROM removed WHERE sha256 = ? LIMIT 1"
+_VECTORS = "SELECT id, vectors.crc, vector FROM living JOIN vectors USING (id)"
+_RESTORABLE = f"""
+SELECT {_COLUMNS} FROM removed WHERE id IN (
+    SELECT max(id) FROM removed
+    WHERE at IS NOT NULL AND key IN (SELECT value FROM json_each(?)) GROUP BY key
+) AND NOT EXISTS (SELECT 1 FROM living WHERE living.key = removed.key) ORDER BY id
+"""  # noqa: S608
+_REMOVED = f"SELECT {_COLUMNS} FROM removed WHERE id IN (SELECT value FROM json_each(?))"  # noqa: S608
 _SOME_VECTORS = """
 SELECT id, crc, vector FROM vectors WHERE id IN (SELECT value FROM json_each(?)) ORDER BY id
 """
-# Without INDEXED BY, SQLite reads all items in order, even if few have changed.
+# The plus keeps SQLite from reading all items in order, even if few have changed.
 _ADDED = """
-SELECT vectors.id, vectors.crc, vector, sha256
-FROM items INDEXED BY items_by_change JOIN vectors ON vectors.id = items.id
-WHERE changed_seq > ?1 AND added_seq > ?1 ORDER BY items.id
+SELECT id, vectors.crc, vector, sha256 FROM living JOIN vectors USING (id)
+WHERE changed_seq > ?1 AND added_seq > ?1 ORDER BY +id
 """
-_CHANGED = f"""
-{_ITEM} INDEXED BY items_by_change WHERE changed_seq > ? ORDER BY id
+_CHANGED = f"{_ITEM} WHERE changed_seq > ? ORDER BY +id"
+_COUNT_CHANGED = "SELECT count(*) FROM living WHERE changed_seq > ?"
+_COUNTS = """
+SELECT (SELECT count(*) FROM living), (SELECT count(*) FROM living JOIN vectors USING (id)), size
+FROM state
 """
-_COUNT_CHANGED = "SELECT count(*) FROM items INDEXED BY items_by_change WHERE changed_seq > ?"
-_REMOVED_BUT_PRESENT = """
-SELECT items.id FROM tombstones CROSS JOIN items ON items.id = tombstones.id
-WHERE tombstones.seq > ? LIMIT 1
-"""
-_COUNTS = "SELECT (SELECT count(*) FROM items), (SELECT count(*) FROM vectors), size FROM state"
 # Reads only the index of contents; the vectors are compared afterwards.
 _EQUAL_IMAGES = """
-SELECT id, sha256 FROM items INDEXED BY items_by_content WHERE sha256 IN (
-    SELECT sha256 FROM items GROUP BY sha256 HAVING count(*) > 1
+SELECT id, sha256 FROM living WHERE sha256 IN (
+    SELECT sha256 FROM living GROUP BY sha256 HAVING count(*) > 1
 ) ORDER BY sha256
 """
 _LAST_KEY = "\U0010ffff" * MAX_KEY
@@ -81,7 +71,7 @@ _MAX_ID = 2**63 - 1
 _IDS_PER_QUERY = 1_000_000  # item ids in one text of SQLite, which is limited to 1e9 bytes
 _DECODE = json.JSONDecoder().raw_decode  # json.loads without its checks
 _AS_VARIABLES = 50  # ids up to which separate SQL variables are faster than JSON
-_FROM_ID = "SELECT id FROM items WHERE id > ? ORDER BY id LIMIT ? OFFSET ?"
+_FROM_ID = "SELECT id FROM living WHERE id > ? ORDER BY id LIMIT ? OFFSET ?"
 
 
 Base = tuple[str | None, int]
@@ -208,7 +198,7 @@ class CatalogView:
         """
         wanted = np.asarray(ids, dtype=np.int64)
         rows = self._all(_SOME_VECTORS, _json_ids(wanted)) if len(wanted) else ()
-        known, vectors = self._arrays(rows)
+        known, vectors = self.verified(rows)
         positions = find_sorted(wanted, known)
         if (positions < 0).any():
             raise damaged(self.connection, f"item {wanted[positions < 0][0]} has no vector")
@@ -216,15 +206,14 @@ class CatalogView:
 
     def live_ids(self) -> Ids:
         """The ids of all items, ascending."""
-        # The table `vectors` is small when the vectors are in a separate file.
-        ids = self._ids("items" if self.file is None else "vectors", ("id",), (-1,))
+        ids = self._ids("living", ("id",), (-1,))
         self._check_ids(len(ids), int(ids.sum()))
         return ids
 
     def added_since(self, seq: int) -> tuple[Ids, Embeddings, list[bytes]]:
         """Ids (N,), ascending, vectors (N, D) and sha256 of items added after the write `seq`."""
         rows = self._all(_ADDED, seq)
-        return *self._arrays([row[:3] for row in rows]), [row[3] for row in rows]
+        return *self.verified([row[:3] for row in rows]), [row[3] for row in rows]
 
     def equal_images(self) -> tuple[Ids, Ids]:
         """The items that share an image with another one, by sha256.
@@ -242,15 +231,14 @@ class CatalogView:
     def removed_since(self, seq: int) -> Ids:
         """The ids of items removed after the write `seq`, ascending.
 
-        `seq` must not be before `segment_seq`: compactions erase earlier tombstones.
+        `seq` must not be before `segment_seq`: compactions erase items removed before.
         """
-        for (item_id,) in self._all(_REMOVED_BUT_PRESENT, seq):
-            raise damaged(self.connection, f"item {item_id} exists although it was removed")
-        return self._ids("tombstones", ("seq", "id"), (seq, _MAX_ID))
+        return self._ids("removed", ("seq", "id"), (seq, _MAX_ID))
 
     def removed_count(self) -> int:
         """Number of items removed since the segment was built."""
-        [(count,)] = self._all("SELECT count(*) FROM tombstones")
+        row = self.state_row()
+        [(count,)] = self._all("SELECT count(*) FROM removed WHERE seq > ?", row.segment_seq)
         return int(count)
 
     def restorable(self, keys: Sequence[str]) -> tuple[list[Item], Embeddings]:
@@ -258,55 +246,36 @@ class CatalogView:
 
         Omits keys that another item has by now.
         """
-        listed = _json_keys(keys)
-        items = self._items(self._all(_REMOVED_BY_KEY, listed))
-        ids = [item.id for item in items]
-        by_id: dict[int, Embeddings] = {}
-        for is_in_file in (True, False):
-            found, vectors = self._removed_vectors(ids, is_in_file)
-            by_id.update(zip(found.tolist(), vectors, strict=True))
-        vectors = np.empty((len(ids), self.dim), np.float32)
-        for row, item_id in enumerate(ids):
-            vectors[row] = by_id[item_id]
-        return items, vectors
+        items = self._items(self._all(_RESTORABLE, _json_keys(keys)))
+        return items, self.vectors([item.id for item in items])
 
-    def removed_ids(self, kept: tuple[float, float]) -> Ids:
-        """The ids of restorable items whose vectors are in the file of vectors, ascending.
+    def removed_ids(self, kept: tuple[float, float] = (-math.inf, math.inf)) -> Ids:
+        """The ids of restorable items, ascending.
 
         kept: only items removed after the first and until the second of these Unix times.
         """
-        return np.array([item_id for (item_id,) in self._all(_REMOVED_IDS, *kept)], np.int64)
-
-    def _removed_vectors(self, ids: Sequence[ItemId], is_in_file: bool) -> tuple[Ids, Embeddings]:
-        """The removed items whose vectors are in the file, or in the catalogue, and the vectors."""
-        return self._arrays(self._all(_REMOVED_VECTORS, _json_ids(ids), is_in_file))
+        rows = self._all("SELECT id FROM removed WHERE at > ? AND at <= ?", *kept)
+        return np.sort(np.array([item_id for (item_id,) in rows], np.int64))
 
     def removed_keys(self, seq: int) -> list[str]:
         """The keys of items removed after the write `seq`, as far as they can be restored."""
-        if not self._keeps_removed():
-            return []
-        return [key for (key,) in self._all("SELECT key FROM removed WHERE seq > ?", seq)]
+        rows = self._all("SELECT key FROM removed WHERE seq > ? AND at IS NOT NULL", seq)
+        return [key for (key,) in rows]
 
     def has_removed(self) -> bool:
         """Whether any removed item can be restored."""
-        return self._keeps_removed() and bool(self._all("SELECT 1 FROM removed LIMIT 1"))
+        return bool(self._all("SELECT 1 FROM removed WHERE at >= 0 LIMIT 1"))
 
     def removed_contents(self, sha256s: Sequence[str]) -> set[str]:
         """The given contents that belong to a removed item that can be restored."""
-        if not self._keeps_removed():
-            return set()
-        return {one for one in sha256s if self._all(_REMOVED_CONTENT, bytes.fromhex(one))}
-
-    def _keeps_removed(self) -> bool:
-        """Whether the table `removed` exists."""
-        [(version,)] = self._all("PRAGMA user_version")
-        return bool(version > WITHOUT_REMOVED)
+        select = "SELECT 1 FROM removed WHERE sha256 = ? AND at IS NOT NULL LIMIT 1"
+        return {one for one in sha256s if self._all(select, bytes.fromhex(one))}
 
     def changed_since(self, seq: int) -> Ids:
         """The ids of items added or changed after the write `seq`, ascending."""
         columns = ("changed_seq", "added_seq", "id")
         start = (seq, _MAX_ID, _MAX_ID)
-        return self._ids("items INDEXED BY items_by_change", columns, start)
+        return self._ids("living", columns, start)
 
     def attributes_since(self, seq: int) -> list[tuple[ItemId, Attributes]]:
         """Id and attributes of items added or changed after the write `seq`, ascending."""
@@ -325,11 +294,11 @@ class CatalogView:
 
     def formats(self) -> dict[str, int]:
         """Number of items per format."""
-        return dict(self._all("SELECT format, count(*) FROM items GROUP BY format ORDER BY format"))
+        return dict(self._all("SELECT format, count(*) FROM living GROUP BY 1 ORDER BY 1"))
 
     def count_contents(self) -> int:
         """Number of distinct contents."""
-        [(count,)] = self._all("SELECT count(*) FROM (SELECT DISTINCT sha256 FROM items)")
+        [(count,)] = self._all("SELECT count(*) FROM (SELECT DISTINCT sha256 FROM living)")
         return int(count)
 
     def last_given(self) -> ItemId:
@@ -340,12 +309,12 @@ class CatalogView:
 
     def last_id(self) -> ItemId | None:
         """The highest id of an item; None if there are no items."""
-        [(item_id,)] = self._all("SELECT max(id) FROM items")
+        [(item_id,)] = self._all("SELECT max(id) FROM living")
         return None if item_id is None else int(item_id)
 
     def count_after(self, item_id: ItemId) -> int:
         """Number of items with a higher id."""
-        [(count,)] = self._all("SELECT count(*) FROM items WHERE id > ?", item_id)
+        [(count,)] = self._all("SELECT count(*) FROM living WHERE id > ?", item_id)
         return int(count)
 
     def with_prefix(self, prefix: str) -> Ids:
@@ -354,7 +323,7 @@ class CatalogView:
             return np.empty(0, np.int64)
         own = [*self.find([prefix]).values()]
         found = [
-            self._ids("items INDEXED BY items_by_key", ("key",), (start,), (start + _LAST_KEY,))
+            self._ids("living", ("key",), (start,), (start + _LAST_KEY,))
             for start in spellings(prefix)
         ]
         return np.unique(np.concatenate([*found, np.array(own, np.int64)]))
@@ -362,7 +331,13 @@ class CatalogView:
     def iter_vectors(self, batch: int = 4096) -> Iterator[tuple[Ids, Embeddings]]:
         """Batches of ids (B,) and vectors (B, D) of all items, by ascending id."""
         for rows in self._pages(_VECTORS, batch):
-            yield self._arrays(rows)
+            yield self.verified(rows)
+
+    def vectors_of(self, ids: Ids, batch: int = 4096) -> Iterator[tuple[Ids, Embeddings]]:
+        """Batches of ids (B,) and vectors (B, D) of known items, removed or not."""
+        for start in range(0, len(ids), batch):
+            some = ids[start : start + batch]
+            yield some, self.vectors(some)
 
     def attributes(self, batch: int = 4096) -> Iterator[tuple[Ids, Sequence[Attributes]]]:
         """Batches of ids (B,) and attributes of all items, by ascending id."""
@@ -389,11 +364,12 @@ class CatalogView:
             pass
         for _ in self.attributes():
             pass
-        if self._keeps_removed():
-            for [item_id] in self._all("SELECT id FROM removed"):
-                self._items(self._all(f"{_REMOVED} WHERE id = ?", item_id))
-                self._removed_vectors([item_id], True)
-                self._removed_vectors([item_id], False)
+        kept = self.removed_ids()
+        for start in range(0, len(kept), 1000):
+            some = _json_ids(kept[start : start + 1000])
+            self._items(self._all(_REMOVED, some))
+            # A file of an earlier version has vectors of removed items elsewhere, until a write.
+            self.verified(self._all(_SOME_VECTORS, some))
 
     def _check_ids(self, count: int, total: int) -> None:
         """Check the number and the sum of ids of all items. Raises: GalleryCorruptError."""
@@ -491,7 +467,8 @@ class CatalogView:
             last = max(last + 1, rows[-1][0])
         self._check_ids(count, total)
 
-    def _arrays(self, rows: Sequence[tuple[int, int, Any]]) -> tuple[Ids, Embeddings]:
+    def verified(self, rows: Sequence[tuple[int, int, Any]]) -> tuple[Ids, Embeddings]:
+        """Ids (N,) and vectors (N, D) of rows of `vectors`, after verifying their checksums."""
         if not rows:
             return np.empty(0, np.int64), np.empty((0, self.dim), np.float32)
         listed, checksums, stored = zip(*rows, strict=True)

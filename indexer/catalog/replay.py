@@ -40,11 +40,15 @@ FROM items JOIN vectors ON vectors.id = items.id
 WHERE items.id IN (SELECT value FROM json_each(?)) ORDER BY items.id
 """
 _INTO_PART = "INSERT INTO items VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
-_TOMBSTONES = "SELECT seq, id FROM tombstones WHERE seq > ? ORDER BY seq, id"
-_TOMBSTONE = "INSERT OR IGNORE INTO tombstones VALUES (?, ?)"
-_ITEM = "INSERT INTO items VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
+_REMOVED = "SELECT seq, id FROM removed WHERE seq > ? ORDER BY seq, id"
+# A copy may not have the item: it was added and removed between two snapshots.
+_REMOVE = """
+INSERT INTO items VALUES (?2, '', '', x'', '', '{}', ?1, ?1, 0, ?1, NULL)
+ON CONFLICT (id) DO UPDATE SET removed_seq = coalesce(removed_seq, ?1)
+"""
+_ITEM = "INSERT INTO items VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, NULL, NULL)"
 _VECTOR = "INSERT INTO vectors VALUES (?, ?, NULL)"
-_KNOWN = f"SELECT count(*), coalesce(sum(id), 0) FROM items WHERE {_SOME}"  # noqa: S608
+_KNOWN = f"SELECT count(*), coalesce(sum(id), 0) FROM living WHERE {_SOME}"  # noqa: S608
 _GROW = "UPDATE state SET size = size + ?, numbers = numbers + ?"
 
 
@@ -85,7 +89,7 @@ def tombstones(view: CatalogView, since: int) -> Ids:
 
     `since` must not be before `segment_seq`: compactions erase earlier tombstones.
     """
-    rows = view.connection.execute(_TOMBSTONES, (since,)).fetchall()
+    rows = view.connection.execute(_REMOVED, (since,)).fetchall()
     return np.array(rows, np.int64).reshape(-1, 2).T
 
 
@@ -119,8 +123,8 @@ class Removed:
         ]
         for start in range(0, len(rows), _BATCH):
             some = rows[start : start + _BATCH]
-            _remove(writer, [item_id for _, item_id in some])
-            writer.connection.executemany(_TOMBSTONE, some)
+            _shrink(writer, [item_id for _, item_id in some])
+            writer.connection.executemany(_REMOVE, some)
         seal(writer.connection)
 
     def _are_forgotten(self, ids: Ids) -> NDArray[np.bool_]:
@@ -185,7 +189,10 @@ def _rows(view: CatalogView, ids: Ids, since: int) -> Iterator[tuple[Any, ...]]:
 def _replace(writer: CatalogWriter, rows: Sequence[tuple[Any, ...]]) -> None:
     connection, file = writer.connection, writer.file
     assert isinstance(file, VectorFile)
-    _remove(writer, [row[0] for row in rows])
+    ids = [row[0] for row in rows]
+    _shrink(writer, ids)
+    for table in ("items", "vectors"):
+        connection.execute(f"DELETE FROM {table} WHERE {_SOME}", (str(ids),))  # noqa: S608
     connection.executemany(_ITEM, [row[:9] for row in rows])
     connection.executemany(_VECTOR, [(row[0], row[9]) for row in rows])
     connection.execute(_GROW, (len(rows), sum(row[0] for row in rows)))
@@ -196,10 +203,7 @@ def _replace(writer: CatalogWriter, rows: Sequence[tuple[Any, ...]]) -> None:
         file.write(np.array([row[0] for row in added], np.int64), vectors)
 
 
-def _remove(writer: CatalogWriter, ids: Sequence[ItemId]) -> None:
-    connection, listed = writer.connection, str(list(ids))
-    count, total = connection.execute(_KNOWN, (listed,)).fetchone()
-    if count:
-        connection.execute(f"DELETE FROM items WHERE {_SOME}", (listed,))  # noqa: S608
-        connection.execute(f"DELETE FROM vectors WHERE {_SOME}", (listed,))  # noqa: S608
-        connection.execute(_GROW, (-count, -total))
+def _shrink(writer: CatalogWriter, ids: Sequence[ItemId]) -> None:
+    """Do not count these items any more, if they are there."""
+    count, total = writer.connection.execute(_KNOWN, (str(list(ids)),)).fetchone()
+    writer.connection.execute(_GROW, (-count, -total))

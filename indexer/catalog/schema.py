@@ -17,12 +17,10 @@ from kinlens.embedder.errors import (
 )
 from kinlens.embedder.types import ItemId
 
-SCHEMA_VERSION = 6
-WITHOUT_REMOVED = 2
-"""The version before the table `removed`."""
+SCHEMA_VERSION = 7
+EARLIER = (2, 5, 6)
+"""Versions of releases, which `indexer.catalog.earlier` reads and converts."""
 
-_EARLIER = (WITHOUT_REMOVED, 5)
-"""Versions of releases with vectors inside the catalogue. The first write converts them."""
 RESTORE = "Restore a backup: kinlens-index restore"
 
 # secure_delete: overwrite removed data where that needs no additional write.
@@ -35,33 +33,17 @@ VERSION = f"PRAGMA user_version = {SCHEMA_VERSION};"
 # items.added_seq     the write that added the item
 # items.changed_seq   the last write that changed it; never below added_seq
 # items.attributes    JSON; the type of an attribute name never changes
+# items.removed_seq   the write that removed or replaced it; NULL if it is there
+# items.removed_at    the Unix time of its removal, while `restore` can bring it back. NULL for
+#                     replaced and restored items: another item has their key
 # crc                 checksum of the row
 # state.names         checksum of all rows of `names`
-# state.numbers       sum of the ids of all items
+# state.numbers       sum of the ids of all items that are there
 # state.vectors       name of the file of vectors; the table `vectors` has their checksums
 # names.total         unused
-# removed             items that `restore` can bring back, with the write (seq) and the Unix time
-#                     (at) of their removal, until `adopt_segment` erases them. Replaced items are
-#                     not kept, since another item has their key.
-# removed.vector      empty: it is in the file of vectors. Files of earlier versions contain it.
-REMOVED = (
-    """CREATE TABLE IF NOT EXISTS removed (
-    id INTEGER PRIMARY KEY,
-    key TEXT NOT NULL,
-    path TEXT NOT NULL,
-    sha256 BLOB NOT NULL,
-    format TEXT NOT NULL,
-    attributes TEXT NOT NULL,
-    crc INTEGER NOT NULL,
-    seq INTEGER NOT NULL,
-    at INTEGER NOT NULL,
-    vector_crc INTEGER NOT NULL,
-    vector BLOB NOT NULL
-) STRICT;
-""",
-    "CREATE INDEX IF NOT EXISTS removed_by_key ON removed (key);",
-    "CREATE INDEX IF NOT EXISTS removed_by_content ON removed (sha256);",
-)
+#
+# `adopt_segment` deletes the rows of removed items. Searches know them until then: they are in the
+# index.
 TABLES = """
 CREATE TABLE state (
     only INTEGER PRIMARY KEY CHECK (only = 1),
@@ -84,7 +66,9 @@ CREATE TABLE items (
     attributes TEXT NOT NULL,
     added_seq INTEGER NOT NULL,
     changed_seq INTEGER NOT NULL,
-    crc INTEGER NOT NULL
+    crc INTEGER NOT NULL,
+    removed_seq INTEGER,
+    removed_at INTEGER
 ) STRICT;
 CREATE TABLE vectors (
     id INTEGER PRIMARY KEY,
@@ -97,31 +81,28 @@ CREATE TABLE names (
     kind TEXT NOT NULL,
     total INTEGER NOT NULL
 ) STRICT;
-CREATE TABLE tombstones (
-    seq INTEGER NOT NULL,
-    id INTEGER NOT NULL,
-    PRIMARY KEY (seq, id)
-) STRICT, WITHOUT ROWID;
 """
-INDEXES = """
-CREATE UNIQUE INDEX items_by_key ON items (key);
-CREATE INDEX items_by_content ON items (sha256);
-CREATE INDEX items_by_change ON items (changed_seq, added_seq);
-"""
+# Each index contains every column that its queries read, or SQLite would read the rows as well.
+INDEXES = (
+    "CREATE UNIQUE INDEX items_by_key ON items (key) WHERE removed_seq IS NULL",
+    "CREATE INDEX items_by_content ON items (sha256, removed_seq) WHERE removed_seq IS NULL",
+    "CREATE INDEX items_by_change ON items (changed_seq, added_seq, removed_seq)"
+    " WHERE removed_seq IS NULL",
+    "CREATE INDEX living_by_id ON items (id, removed_seq) WHERE removed_seq IS NULL",
+    "CREATE INDEX removed_by_seq ON items (removed_seq) WHERE removed_seq IS NOT NULL",
+    "CREATE INDEX removed_by_time ON items (removed_at) WHERE removed_at IS NOT NULL",
+    "CREATE INDEX removed_by_key ON items (key) WHERE removed_at IS NOT NULL",
+    "CREATE INDEX removed_by_content ON items (sha256) WHERE removed_at IS NOT NULL",
+    """CREATE VIEW living AS
+    SELECT id, key, path, sha256, format, attributes, added_seq, changed_seq, crc
+    FROM items WHERE removed_seq IS NULL""",
+    """CREATE VIEW removed AS
+    SELECT id, key, path, sha256, format, attributes, crc, removed_seq AS seq, removed_at AS at
+    FROM items WHERE removed_seq IS NOT NULL""",
+)
 NAMES = "SELECT id, name, kind, total FROM names ORDER BY id"
 FIRST_STATE = "INSERT INTO state VALUES (1, ?, 0, 0, NULL, 0, 0, 0, 0, ?)"
 _STATE = "SELECT * FROM state WHERE only = 1"  # the last column came with version 6
-CONVERT = (
-    "ALTER TABLE state ADD COLUMN vectors TEXT",
-    "CREATE TABLE checksums (id INTEGER PRIMARY KEY, crc INTEGER NOT NULL, vector BLOB) STRICT",
-    "INSERT INTO checksums SELECT id, crc, NULL FROM vectors",
-    "DROP TABLE vectors",
-    "ALTER TABLE checksums RENAME TO vectors",
-    "DROP TABLE IF EXISTS attributes",  # unused
-    *REMOVED,
-    VERSION,
-)
-"""Converts a file of an earlier version, whose vectors were copied to a separate file."""
 
 BUSY_S = 30.0
 _DAMAGED = {
@@ -179,10 +160,16 @@ def seal(connection: sqlite3.Connection) -> None:
         connection.execute("UPDATE state SET names = ?, crc = ?", (names, crc))
 
 
+def schema_version(connection: sqlite3.Connection) -> int:
+    """The schema version of a file. Raises: sqlite3.Error."""
+    [(version,)] = connection.execute("PRAGMA user_version").fetchall()
+    return int(version)
+
+
 def check_schema(path: Path, connection: sqlite3.Connection) -> None:
     """Check the schema version. Raises: GalleryCorruptError naming both versions; sqlite3.Error."""
-    [(version,)] = connection.execute("PRAGMA user_version").fetchall()
-    if version in (SCHEMA_VERSION, *_EARLIER):
+    version = schema_version(connection)
+    if version in (SCHEMA_VERSION, *EARLIER):
         return
     if version > SCHEMA_VERSION:
         cure = "Install a newer version of Kinlens."

@@ -34,23 +34,21 @@ from kinlens.values import AttributeType, AttributeValue
 Attributes = Mapping[str, AttributeValue]
 Changes = Mapping[str, Mapping[str, AttributeValue | None]]
 
-_INSERT_ITEM = "INSERT INTO items VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
+_INSERT_ITEM = "INSERT INTO items VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, NULL, NULL)"
 _INSERT_VECTOR = "INSERT INTO vectors VALUES (?, ?, NULL)"
 _LATER_VECTORS = """
-SELECT id, crc, NULL FROM vectors WHERE id > ?1
-UNION ALL SELECT id, vector_crc, NULL FROM removed WHERE id > ?1 AND vector = x''
-ORDER BY id LIMIT 4096
+SELECT id, vectors.crc, NULL FROM items JOIN vectors USING (id)
+WHERE id > ? AND (removed_seq IS NULL OR removed_at IS NOT NULL) ORDER BY id LIMIT 4096
 """
 _UPDATE_ITEM = """
 UPDATE items SET path = ?, format = ?, attributes = ?, changed_seq = ?, crc = ? WHERE id = ?
 """
-_KEEP_REMOVED = """
-INSERT INTO removed
-SELECT items.id, key, path, sha256, format, attributes, items.crc, ?, ?, vectors.crc, x''
-FROM items JOIN vectors ON vectors.id = items.id WHERE items.id = ?
-"""
-_KEPT = "SELECT 1 FROM removed WHERE seq > ? OR (at > ? AND at <= ?) LIMIT 1"
-_ERASE = "DELETE FROM removed WHERE seq <= ? AND NOT (at > ? AND at <= ?)"
+_REMOVE = "UPDATE items SET removed_seq = ?, removed_at = ? WHERE id = ?"
+_ERASED = "removed_seq <= ? AND (removed_at IS NULL OR NOT (removed_at > ? AND removed_at <= ?))"
+_ERASE = (
+    f"DELETE FROM vectors WHERE id IN (SELECT id FROM items WHERE {_ERASED})",  # noqa: S608
+    f"DELETE FROM items WHERE {_ERASED}",  # noqa: S608 (a constant)
+)
 _SET_STATE = """
 UPDATE state SET seq = ?, size = ?, segment = ?, segment_seq = ?, dim = ?, numbers = ?, names = ?,
     vectors = ?, crc = ?
@@ -62,7 +60,7 @@ _ENCODER = json.JSONEncoder(ensure_ascii=False, check_circular=False)
 
 _FORGET_UNUSED = """
 DELETE FROM names WHERE name NOT IN (
-    SELECT DISTINCT each.key FROM items, json_each(items.attributes) AS each
+    SELECT DISTINCT each.key FROM living, json_each(living.attributes) AS each
 )
 """
 
@@ -163,11 +161,8 @@ class CatalogWriter(CatalogView):
 
     def remove_items(self, items: Sequence[Item]) -> int:
         """Remove items read by this writer; returns the number. `restore` can bring them back."""
-        seq = self._next_seq() if items else 0
-        at = int(time.time())
         # Checksums are not verified: damaged items must be removable.
-        self._many(_KEEP_REMOVED, [(seq, at, item.id) for item in items])
-        self._delete(items)
+        self._delete(items, at=int(time.time()))
         return len(items)
 
     def restore(self, keys: Sequence[str], within: Filter | None = None) -> list[Item]:
@@ -183,7 +178,9 @@ class CatalogWriter(CatalogView):
             ]
             self._learn(self._types_with({entry.key: entry.attributes for entry in entries}))
             self._insert(entries, vectors)
-            self._many("DELETE FROM removed WHERE id = ?", [(item.id,) for item in items])
+            self._many(
+                "UPDATE items SET removed_at = NULL WHERE id = ?", [(item.id,) for item in items]
+            )
             self._seal()
         return [*self.get([*self.find([item.key for item in items]).values()]).values()]
 
@@ -214,13 +211,11 @@ class CatalogWriter(CatalogView):
         equal = are_equal(vectors[alike], stored, self.file.type)
         return {n for n, is_equal in zip(alike, equal, strict=True) if is_equal}
 
-    def _delete(self, items: Sequence[Item]) -> None:
+    def _delete(self, items: Sequence[Item], at: int | None = None) -> None:
+        """Remove items; `restore` can bring them back if it is given when they were removed."""
         if items:
             seq = self._next_seq()
-            ids = [(item.id,) for item in items]
-            self._many("DELETE FROM items WHERE id = ?", ids)
-            self._many("DELETE FROM vectors WHERE id = ?", ids)
-            self._many("INSERT INTO tombstones VALUES (?, ?)", [(seq, item.id) for item in items])
+            self._many(_REMOVE, [(seq, at, item.id) for item in items])
             self._grow(-len(items), -sum(item.id for item in items))
             self._seal()
 
@@ -271,12 +266,9 @@ class CatalogWriter(CatalogView):
         if file is not None:
             self._move_vectors(file)
         self._row = self._row._replace(segment=name, segment_seq=seq)
-        self.connection.execute("DELETE FROM tombstones WHERE seq <= ?", (seq,))
         self.connection.execute("PRAGMA secure_delete = ON")  # overwrite freed pages, too
-        if self._all(_KEPT, seq, *kept):
-            self.connection.execute(_ERASE, (seq, *kept))
-        else:  # without a condition, SQLite drops whole pages instead of single rows
-            self.connection.execute("DELETE FROM removed")
+        for statement in _ERASE:
+            self.connection.execute(statement, (seq, *kept))
         self.connection.execute("PRAGMA secure_delete = FAST")
         self._seal()
 
@@ -345,7 +337,7 @@ class CatalogWriter(CatalogView):
         """Append later vectors to `file` and make it the file of this catalogue."""
         last = file.last
         while rows := self._all(_LATER_VECTORS, last):
-            file.write(*self._arrays(rows))
+            file.write(*self.verified(rows))
             last = rows[-1][0]
         file.lengthen(self.last_given())
         file.sync()

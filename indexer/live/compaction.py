@@ -6,9 +6,10 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from time import perf_counter
+from typing import TypeVar
 
 import numpy as np
 from pydantic import BaseModel
@@ -33,7 +34,6 @@ from kinlens.embedder.errors import (
     GalleryWriteError,
     KinlensError,
 )
-from kinlens.embedder.types import Embeddings
 from kinlens.indexer.catalog.database import Catalog, catalog_view
 from kinlens.indexer.catalog.read import CatalogView, State
 from kinlens.indexer.catalog.vectors import VECTORS, VectorFile
@@ -56,6 +56,8 @@ from kinlens.indexer.index.segment import (
     write_segment,
 )
 from kinlens.indexer.types import NUMBER_BYTES, Ids, Progress
+
+T = TypeVar("T")
 
 CATALOG = "catalog.sqlite"
 _LOCK = "COMPACT"
@@ -268,30 +270,19 @@ class _Compaction:
         every = np.union1d(ids, restorable)
         _check_space(folder, NUMBER_BYTES[file.type] * len(every) * view.dim)
         with staged(folder) as stage:
-            batches = self._batches(view, restorable, file)
+            batches = self._with_progress(view.vectors_of(every))
             VectorFile.rewrite(stage, view.dim, every, view.last_given(), batches, file.type)
             sync_tree(stage, "vectors")
             name = os.urandom(4).hex()
             rename(stage, folder / name, "vectors")
             return VectorFile.open(folder / name, view.dim)
 
-    def _batches(
-        self, view: CatalogView, restorable: Ids, file: VectorFile
-    ) -> Iterator[tuple[Ids, Embeddings]]:
-        """The vectors of all items and of removed ones, by ascending id.
-
-        Reports progress, which cancels the compaction on close.
-        """
-        start = 0
-        for ids, vectors in view.iter_vectors():
+    def _with_progress(self, batches: Iterable[T]) -> Iterator[T]:
+        """Report progress before each batch, which cancels the compaction on close."""
+        for batch in batches:
             if self._on_progress is not None:
                 self._on_progress(0)
-            end = int(np.searchsorted(restorable, ids[-1]))
-            some = np.concatenate([ids, restorable[start:end]])
-            order = np.argsort(some)
-            yield some[order], np.concatenate([vectors, file.read(restorable[start:end])])[order]
-            start = end
-        yield restorable[start:], file.read(restorable[start:])
+            yield batch
 
     def _previous_segment(
         self,

@@ -18,7 +18,6 @@ import contextlib
 import functools
 import hashlib
 import math
-import os
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -28,7 +27,7 @@ import numpy as np
 from pydantic import BaseModel
 
 from kinlens.embedder.bundle import sha256_of
-from kinlens.embedder.durable import FileFacts, crash_point, exclusive, holder, lock_folder
+from kinlens.embedder.durable import FileFacts, crash_point, exclusive, holder
 from kinlens.embedder.errors import (
     GalleryBusyError,
     GalleryConflictError,
@@ -56,9 +55,8 @@ from kinlens.indexer.folder.layout import PUBLISH, UPLOADS, GalleryFolder, disk_
 from kinlens.indexer.folder.manifest import read_manifest
 from kinlens.indexer.images import source_bytes
 from kinlens.indexer.index.segment import MANIFEST as SEGMENT_MANIFEST
-from kinlens.indexer.index.segment import SEGMENTS
 from kinlens.indexer.index.segment import read_manifest as read_segment_manifest
-from kinlens.indexer.live.compaction import CATALOG
+from kinlens.indexer.live.compaction import CATALOG, with_state
 from kinlens.indexer.types import Ids, Item, Progress
 
 _PART_BYTES = 2**20  # an erased item costs the upload of such a part
@@ -66,7 +64,6 @@ _MAX_PARTS = 256  # of a delta; larger ones have larger parts
 _ROW_BYTES = 600  # estimate for an item without its vector
 _BATCH = 4096  # items whose images are checked per view of the catalogue
 _WAITING_BYTES = 64 * 2**20  # in memory, uploaded together
-_ATTEMPTS = 8  # in case a compaction replaces the segment before it is locked
 
 
 class PublishReport(BaseModel, frozen=True):
@@ -189,25 +186,16 @@ class _Publication:
     def run(self, started: float) -> PublishReport:
         """Upload the missing objects, then the snapshot."""
         last_id = self._last_with_image() if self._with_images else 0
-        for _ in range(_ATTEMPTS):
-            with catalog_view(self._generation / CATALOG) as view, contextlib.ExitStack() as stack:
-                state = view.state()
-                if state.segment is not None:
-                    try:
-                        descriptor = lock_folder(self._generation / SEGMENTS / state.segment)
-                    except FileNotFoundError:
-                        continue  # a compaction has replaced it
-                    stack.callback(os.close, descriptor)
-                return self._publish(view, last_id, started)
-        raise GalleryBusyError(
-            f"Compactions of {self._folder.path} keep replacing the segment to publish. Try again "
-            "when they have finished."
+        return with_state(
+            self._generation,
+            lambda view, segment: self._publish(view, segment, last_id, started),
         )
 
-    def _publish(self, view: CatalogView, last_id: int, started: float) -> PublishReport:
+    def _publish(
+        self, view: CatalogView, folder: Path | None, last_id: int, started: float
+    ) -> PublishReport:
         row, last, generation = view.state_row(), self._last, self._generation
-        folder = generation / SEGMENTS / str(row.segment)
-        segment = None if row.segment is None else read_segment_manifest(folder)
+        segment = None if folder is None else read_segment_manifest(folder)
         if view.file is None or (segment is not None and segment.vectors is None):
             raise GalleryError(
                 f"{self._folder.path} was written by an earlier version. Update it before you "
@@ -216,10 +204,11 @@ class _Publication:
         changed, deltas = self._deltas(view, view.file, row.seq, row.segment_seq)
         while (next_id := self._upload_images(view, last_id)) != last_id:
             last_id = next_id  # images of items that were added meanwhile
+        segment_files: dict[str, FileFacts] = {}
         if last is not None and last.segment == row.segment:
             segment_files = last.segment_files
-        else:
-            names = () if segment is None else (*segment.files, SEGMENT_MANIFEST)
+        elif folder is not None and segment is not None:
+            names = (*segment.files, SEGMENT_MANIFEST)
             segment_files = {name: self._upload(folder / name) for name in names}
         if last is not None and last.vectors == view.file.name:
             row_numbers = last.row_numbers

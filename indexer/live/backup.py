@@ -27,7 +27,6 @@ from pydantic import BaseModel
 
 from kinlens.embedder.durable import lock_folder, make_folder, rename, staged, sync_tree
 from kinlens.embedder.errors import (
-    GalleryBusyError,
     GalleryCorruptError,
     GalleryError,
     GalleryNotFoundError,
@@ -48,14 +47,13 @@ from kinlens.indexer.folder.manifest import REPORT as BUILD_REPORT
 from kinlens.indexer.index.segment import MANIFEST as SEGMENT_MANIFEST
 from kinlens.indexer.index.segment import SEGMENTS, check_file
 from kinlens.indexer.index.segment import read_manifest as read_segment_manifest
-from kinlens.indexer.live.compaction import CATALOG
+from kinlens.indexer.live.compaction import CATALOG, with_state
 from kinlens.indexer.live.snapshot import open_segment
 from kinlens.indexer.types import Progress
 
 REPORT = "backup.json"
 
 _PAGES = 1024  # pages of a catalogue (4 MiB) copied between two progress calls
-_MAX_ATTEMPTS = 8  # to copy a segment before a compaction replaces it
 
 
 class BackupReport(BaseModel, frozen=True):
@@ -203,23 +201,21 @@ def _check(generation: Path, state: State) -> None:
 
 def _copy_state(source: Path, target: Path, on_progress: Progress) -> State:
     """Copy one state of the catalogue with its segment and vectors."""
-    for _ in range(_MAX_ATTEMPTS):
-        with catalog_view(source / CATALOG) as view, contextlib.ExitStack() as cleanup:
-            state = view.state()
-            if state.segment is not None:
-                try:  # lock the segment first: a compaction may run while the rest is copied
-                    cleanup.callback(os.close, lock_folder(source / SEGMENTS / state.segment))
-                except FileNotFoundError:
-                    continue
-            _copy_catalog(view, target, on_progress)
-            if state.segment is None or _is_copied(
-                source / SEGMENTS / state.segment, target / SEGMENTS / state.segment, on_progress
-            ):
-                return state
-    raise GalleryBusyError(
-        f"Compactions of {source.parent.parent} replaced the segment during each of "
-        f"{_MAX_ATTEMPTS} attempts to copy it. Try again when they have finished."
-    )
+
+    def copy(view: CatalogView, segment: Path | None) -> State:
+        _copy_catalog(view, target, on_progress)
+        if segment is not None:
+            files = read_segment_manifest(segment).files
+            for name, facts in files.items():
+                check_file(segment / name, facts, verify_hash=False)
+            shutil.rmtree(target / SEGMENTS, ignore_errors=True)
+            (target / SEGMENTS / segment.name).mkdir(parents=True)
+            for name in (*files, SEGMENT_MANIFEST):
+                shutil.copyfile(segment / name, target / SEGMENTS / segment.name / name)
+                on_progress((segment / name).stat().st_size)
+        return view.state()
+
+    return with_state(source, copy)
 
 
 def _copy_catalog(view: CatalogView, target: Path, on_progress: Progress) -> None:
@@ -240,30 +236,6 @@ def _copy_catalog(view: CatalogView, target: Path, on_progress: Progress) -> Non
             view.connection.backup(write, pages=_PAGES, progress=report)
             if view.file is not None:
                 view.file.copy_to(target / VECTORS / view.file.name, view.last_given(), on_progress)
-
-
-def _is_copied(source: Path, target: Path, on_progress: Progress) -> bool:
-    """Copy a segment. False if a compaction removed it in the meantime."""
-    try:
-        descriptor = lock_folder(source)
-    except FileNotFoundError:
-        return False
-    try:
-        target.mkdir()
-        files = read_segment_manifest(source).files
-        for name, facts in files.items():
-            check_file(source / name, facts, verify_hash=False)
-        for name in (*files, SEGMENT_MANIFEST):
-            shutil.copyfile(source / name, target / name)
-            on_progress((target / name).stat().st_size)
-    except (FileNotFoundError, GalleryCorruptError):
-        if source.is_dir():
-            raise
-        shutil.rmtree(target)
-        return False
-    finally:
-        os.close(descriptor)
-    return True
 
 
 def _copy_database(source: Path, target: Path) -> None:

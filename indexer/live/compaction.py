@@ -21,6 +21,7 @@ from kinlens.embedder.durable import (
     holder,
     in_use,
     is_stage,
+    lock_folder,
     make_folder,
     rename,
     staged,
@@ -60,6 +61,7 @@ from kinlens.indexer.types import NUMBER_BYTES, Ids, Progress
 T = TypeVar("T")
 
 CATALOG = "catalog.sqlite"
+T = TypeVar("T")
 _LOCK = "COMPACT"
 
 MAX_REMOVED_ROWS = 1 / 3
@@ -76,6 +78,7 @@ _DELTA_BYTES = 32 * 2**20  # every query is compared with all vectors of the del
 KEEP_REMOVED_S = 86_400.0
 """How long background compactions keep removed items, so that a removal can be undone."""
 
+_MAX_ATTEMPTS = 8  # to use a segment before a compaction deletes it
 _RETRY_S = 30.0
 _MAX_PAUSE_S = 3600.0
 _CLOSE_S = 2.0
@@ -159,6 +162,29 @@ def collect(generation: Path) -> None:
             if folder.name not in current:
                 discard(folder)
         collect_columns(generation)
+
+
+def with_state(generation: Path, work: Callable[[CatalogView, Path | None], T]) -> T:
+    """The result of `work` on a view of one state and the folder of its segment, None if it has
+    none. The segment stays until then; the work begins again if a compaction was just deleting it.
+
+    Raises: GalleryBusyError if compactions delete each segment first; GalleryError.
+    """
+    for _ in range(_MAX_ATTEMPTS):
+        with catalog_view(generation / CATALOG) as view, contextlib.ExitStack() as stack:
+            name = view.state().segment
+            segment = None if name is None else generation / SEGMENTS / name
+            try:
+                if segment is not None:
+                    stack.callback(os.close, lock_folder(segment))
+                return work(view, segment)
+            except (FileNotFoundError, GalleryCorruptError):
+                if segment is None or segment.is_dir():
+                    raise
+    raise GalleryBusyError(
+        f"Compactions of {generation.parent.parent} replaced the segment in each of "
+        f"{_MAX_ATTEMPTS} attempts to copy it. Try again when they have finished."
+    )
 
 
 @contextlib.contextmanager

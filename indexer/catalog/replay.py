@@ -41,11 +41,7 @@ WHERE items.id IN (SELECT value FROM json_each(?)) ORDER BY items.id
 """
 _INTO_PART = "INSERT INTO items VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 _REMOVED = "SELECT seq, id FROM removed WHERE seq > ? ORDER BY seq, id"
-# A copy may not have the item: it was added and removed between two snapshots.
-_REMOVE = """
-INSERT INTO items VALUES (?2, '', '', x'', '', '{}', ?1, ?1, 0, ?1, NULL)
-ON CONFLICT (id) DO UPDATE SET removed_seq = coalesce(removed_seq, ?1)
-"""
+_MARK = "INSERT OR IGNORE INTO items VALUES (?2, '', '', x'', '', '{}', ?1, ?1, 0, ?1, NULL)"
 _ITEM = "INSERT INTO items VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, NULL, NULL)"
 _VECTOR = "INSERT INTO vectors VALUES (?, ?, NULL)"
 _KNOWN = f"SELECT count(*), coalesce(sum(id), 0) FROM living WHERE {_SOME}"  # noqa: S608
@@ -123,8 +119,8 @@ class Removed:
         ]
         for start in range(0, len(rows), _BATCH):
             some = rows[start : start + _BATCH]
-            _shrink(writer, [item_id for _, item_id in some])
-            writer.connection.executemany(_REMOVE, some)
+            _delete(writer, [item_id for _, item_id in some])
+            writer.connection.executemany(_MARK, some)  # for searches in the index
         seal(writer.connection)
 
     def _are_forgotten(self, ids: Ids) -> NDArray[np.bool_]:
@@ -189,10 +185,7 @@ def _rows(view: CatalogView, ids: Ids, since: int) -> Iterator[tuple[Any, ...]]:
 def _replace(writer: CatalogWriter, rows: Sequence[tuple[Any, ...]]) -> None:
     connection, file = writer.connection, writer.file
     assert isinstance(file, VectorFile)
-    ids = [row[0] for row in rows]
-    _shrink(writer, ids)
-    for table in ("items", "vectors"):
-        connection.execute(f"DELETE FROM {table} WHERE {_SOME}", (str(ids),))  # noqa: S608
+    _delete(writer, [row[0] for row in rows])
     connection.executemany(_ITEM, [row[:9] for row in rows])
     connection.executemany(_VECTOR, [(row[0], row[9]) for row in rows])
     connection.execute(_GROW, (len(rows), sum(row[0] for row in rows)))
@@ -203,7 +196,10 @@ def _replace(writer: CatalogWriter, rows: Sequence[tuple[Any, ...]]) -> None:
         file.write(np.array([row[0] for row in added], np.int64), vectors)
 
 
-def _shrink(writer: CatalogWriter, ids: Sequence[ItemId]) -> None:
-    """Do not count these items any more, if they are there."""
-    count, total = writer.connection.execute(_KNOWN, (str(list(ids)),)).fetchone()
-    writer.connection.execute(_GROW, (-count, -total))
+def _delete(writer: CatalogWriter, ids: Sequence[ItemId]) -> None:
+    """Delete these items, as far as they are there."""
+    connection, listed = writer.connection, str(list(ids))
+    count, total = connection.execute(_KNOWN, (listed,)).fetchone()
+    connection.execute(f"DELETE FROM items WHERE removed_seq IS NULL AND {_SOME}", (listed,))  # noqa: S608
+    connection.execute(f"DELETE FROM vectors WHERE {_SOME}", (listed,))  # noqa: S608
+    connection.execute(_GROW, (-count, -total))

@@ -61,7 +61,6 @@ from kinlens.indexer.types import NUMBER_BYTES, Ids, Progress
 T = TypeVar("T")
 
 CATALOG = "catalog.sqlite"
-T = TypeVar("T")
 _LOCK = "COMPACT"
 
 MAX_REMOVED_ROWS = 1 / 3

@@ -147,10 +147,10 @@ class Chunk:
         self.rows = rows
 
     @classmethod
-    def of(cls, rows: NDArray[np.uint32], codes: Codes, size: int) -> "Chunk | None":
-        """A chunk of `size` rows from entries (E,) with a row and a code each; None without."""
+    def of(cls, rows: NDArray[np.uint32], codes: Codes, size: int) -> "Chunk":
+        """A chunk of `size` rows from entries (E,) with a row and a code each."""
         if not len(rows):
-            return None
+            return NOTHING
         codes = codes.astype(np.min_scalar_type(int(codes.max())))
         if _SPARSE * len(rows) < size or _is_repeated(rows):
             return cls(codes, rows)
@@ -228,7 +228,7 @@ class Chunk:
 
     def changed(
         self, touched: Ids, rows: NDArray[np.uint32], codes: Codes, size: int
-    ) -> tuple["Chunk | None", Codes]:
+    ) -> tuple["Chunk", Codes]:
         """As `put`, for all chunks: the `touched` rows (T,) have these entries (E,), ascending."""
         own_rows, own_codes = self.entries()
         flags = np.zeros(CHUNK, np.bool_)
@@ -236,28 +236,24 @@ class Chunk:
         is_touched = flags[own_rows]
         before = own_codes[is_touched]
         if np.array_equal(own_rows[is_touched], rows) and np.array_equal(before, codes):
-            return (None if self is _NOTHING else self), before
+            return self, before
         all_rows = np.concatenate([own_rows[~is_touched], rows])
         all_codes = np.concatenate([own_codes[~is_touched], codes])
         order = np.argsort(all_rows, kind="stable")
         return Chunk.of(all_rows[order], all_codes[order], size), before
 
 
-_NOTHING = Chunk(np.empty(0, np.uint8), np.empty(0, np.uint32))
+NOTHING = Chunk(np.empty(0, np.uint8), np.empty(0, np.uint32))
+"""The chunk without values."""
 
 
 class Column:
     """One attribute of one state.
 
     dictionary: the distinct values; the first `codes` of them belong to this state.
-    chunks: None for a chunk without values.
     """
 
-    def __init__(
-        self,
-        dictionary: Dictionary,
-        chunks: Sequence[Chunk | None],
-    ) -> None:
+    def __init__(self, dictionary: Dictionary, chunks: Sequence[Chunk]) -> None:
         self.dictionary = dictionary
         self.codes = len(dictionary)
         self.chunks = chunks
@@ -281,22 +277,22 @@ class Column:
     @cached_property
     def counts(self) -> NDArray[np.int64]:
         """The number of rows (codes,) with each value, including rows of removed items."""
-        return self._count([chunk.codes for chunk in self.chunks if chunk is not None])
+        return self._count([chunk.codes for chunk in self.chunks])
 
     @cached_property
     def present(self) -> int:
         """The number of rows with any value."""
-        return sum(chunk.present for chunk in self.chunks if chunk is not None)
+        return sum(chunk.present for chunk in self.chunks)
 
-    def chunk(self, index: int) -> Chunk | None:
-        """The chunk with this index."""
-        return self.chunks[index] if index < len(self.chunks) else None
+    def chunk(self, index: int) -> Chunk:
+        """The chunk with this index, which may be one after the last."""
+        return self.chunks[index] if index < len(self.chunks) else NOTHING
 
     def entries(self) -> tuple[Ids, Codes]:
         """The row and the code of each value (E,), rows ascending."""
         rows, codes = [np.empty(0, np.int64)], [np.empty(0, np.uint8)]
         for index, chunk in enumerate(self.chunks):
-            own, some = (chunk or _NOTHING).entries()
+            own, some = chunk.entries()
             rows.append(own.astype(np.int64) + index * CHUNK)
             codes.append(some)
         return np.concatenate(rows), np.concatenate(codes)
@@ -309,16 +305,14 @@ class Column:
             parts = [
                 chunk.among(chosen.flags[index * CHUNK : (index + 1) * CHUNK])
                 for index, chunk in enumerate(self.chunks)
-                if chunk is not None
             ]
         return self._count([codes for codes, _ in parts]), sum(present for _, present in parts)
 
     def _chunks_of(self, rows: Ids) -> Iterator[tuple[Chunk, Ids]]:
         """The chunks of these rows, ascending, and the rows counted within each chunk."""
         for start, first, end in _starts(rows, len(self.chunks) * CHUNK):
-            chunk = self.chunks[start // CHUNK]
-            if chunk is not None and first < end:
-                yield chunk, rows[first:end] - start
+            if first < end:
+                yield self.chunks[start // CHUNK], rows[first:end] - start
 
     def _count(self, parts: Sequence[Codes]) -> NDArray[np.int64]:
         """How often each code (codes,) except 0 occurs in the parts."""
@@ -339,16 +333,12 @@ class Column:
 
     def values_at(self, rows: Ids) -> list[list[Scalar]]:
         """The values of each of these rows (N,), ascending rows."""
-        found: list[list[Scalar]] = [[] for _ in range(len(rows))]
-        for start, first, end in _starts(rows, len(self.chunks) * CHUNK):
-            chunk = self.chunks[start // CHUNK]
-            if chunk is None or first == end:
-                continue
-            ranges = zip(*(a.tolist() for a in chunk.ranges(rows[first:end] - start)), strict=True)
-            for place, (one, stop) in enumerate(ranges, first):
+        found: list[list[Scalar]] = []
+        for chunk, own in self._chunks_of(rows):
+            for one, stop in zip(*(a.tolist() for a in chunk.ranges(own)), strict=True):
                 codes = chunk.codes[one:stop].tolist()
-                found[place] = [self.dictionary.value(code) for code in codes if code]
-        return found
+                found.append([self.dictionary.value(code) for code in codes if code])
+        return found + [[] for _ in rows[len(found) :]]  # rows after the last chunk
 
     def in_order(self) -> Ids:
         """The codes (codes,), ascending by their values."""
@@ -376,13 +366,13 @@ class Column:
             alone = np.zeros(len(touched), np.uint32)
             alone[np.searchsorted(touched, rows)] = codes
         chunks = [*self.chunks]
-        chunks += [None] * (-(-size // CHUNK) - len(chunks))
+        chunks += [NOTHING] * (-(-size // CHUNK) - len(chunks))
         before: list[Codes] = [codes[:0]]
         entries = [slice(first, end) for _, first, end in _starts(rows, size)]
         for index, (start, first, end) in enumerate(_starts(touched, size)):
             if first == end:
                 continue
-            chunk, length = chunks[index] or _NOTHING, min(CHUNK, size - start)
+            chunk, length = chunks[index], min(CHUNK, size - start)
             some = touched[first:end] - start
             if chunk.rows is None and alone is not None:
                 chunks[index], replaced = chunk.put(some, alone[first:end], length)
@@ -414,7 +404,7 @@ class Column:
         table[codes[fresh]] = sums[places] + np.arange(len(places)) + 1
         sorted_ = spliced(base, kept, places, packed(values, self.type), self.type)
         table = table.astype(np.min_scalar_type(len(sorted_)))
-        chunks = [chunk and Chunk(table[chunk.codes], chunk.rows) for chunk in self.chunks]
+        chunks = [Chunk(table[chunk.codes], chunk.rows) for chunk in self.chunks]
         counts = np.zeros(len(sorted_), np.int64)
         counts[table[used.nonzero()[0]].astype(np.int64) - 1] = self.counts[used[1:]]
         merged = Column(Dictionary(self.type, sorted_), chunks)
@@ -556,13 +546,9 @@ def _arrays(column: Column, size: int) -> dict[str, NDArray[Any]]:
     has_unused = not column.counts.all()  # such as values of erased items
     column = column.merged(at_least=0 if has_unused else 1)
     rows, codes = column.entries()
-    codes = codes.astype(np.min_scalar_type(column.codes))
-    found = {**to_arrays(column.dictionary.values), "counts": column.counts}
-    if _SPARSE * len(rows) < size or _is_repeated(rows):
-        return {**found, "codes": codes, "rows": rows.astype(np.uint32)}
-    dense = np.zeros(size, codes.dtype)
-    dense[rows] = codes
-    return {**found, "codes": dense}
+    whole = Chunk.of(rows.astype(np.uint32), codes, size)
+    found = {**to_arrays(column.dictionary.values), "counts": column.counts, "codes": whole.codes}
+    return found if whole.rows is None else {**found, "rows": whole.rows}
 
 
 def _read(data: NDArray[np.uint8], entry: Mapping[str, Any], size: int) -> Column:

@@ -2,7 +2,7 @@
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import partial, reduce
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from kinlens.indexer.filters.tree import (
     Or,
     StartsWith,
 )
+from kinlens.indexer.types import Ids
 from kinlens.values import Scalar
 
 _Rows = Callable[[int], Bits]
@@ -35,7 +36,7 @@ class Matcher:
         self._read: dict[str, Column] = {}
         self._bits = self._compiled(where)
 
-    def chunks(self, index: int) -> list[Chunk | None]:
+    def chunks(self, index: int) -> list[Chunk]:
         """The chunks with this index that `bits` reads."""
         return [column.chunk(index) for column in self._read.values()]
 
@@ -65,7 +66,7 @@ class Matcher:
             column = self._columns.get(name)
             if column is not None:
                 self._read[name] = column
-                others.append(partial(_having, column, _find(own, column)))
+                others.append(_having(column, _find(own, column)))
 
         def found(index: int) -> Bits:
             rows = empty_bits(CHUNK)
@@ -80,7 +81,15 @@ class Matcher:
 def rows_matching(where: Filter, columns: Columns) -> Bits:
     """Bitmap of the rows that match; bits from `columns.size` on are undefined."""
     matcher = Matcher(where, columns)
-    return _joined(matcher.bits(index) for index in range(columns.chunks))
+    return joined(matcher.bits(index) for index in range(columns.chunks))
+
+
+def rows_with(codes: Ids, column: Column, chunks: int) -> Bits:
+    """Bitmap of the rows of this number of chunks that have one of these codes."""
+    spans: list[Span] = []
+    if len(codes) and int(np.ptp(codes)) + 1 == len(codes):  # comparing with a span is faster
+        spans, codes = [(int(codes.min()), int(codes.max()) + 1)], codes[:0]
+    return joined(map(_having(column, finder(spans, codes, column.codes)), range(chunks)))
 
 
 def rows_beyond(name: str, values: Collection[Scalar], columns: Columns) -> Bits:
@@ -92,22 +101,24 @@ def rows_beyond(name: str, values: Collection[Scalar], columns: Columns) -> Bits
 
     def beyond(index: int) -> Bits:
         chunk, rows = column.chunk(index), empty_bits(CHUNK)
-        if chunk is None:
-            return ~rows
         own = chunk.having(find if chunk.rows is None else lambda codes: ~find(codes))
         rows[: len(own)] = own
         return ~rows if chunk.rows is None else rows | ~chunk.having(np.ones_like)
 
-    return _joined(beyond(index) for index in range(columns.chunks))
+    return joined(beyond(index) for index in range(columns.chunks))
 
 
-def _having(column: Column, find: Find, index: int) -> Bits:
-    chunk = column.chunk(index)
-    return empty_bits(0) if chunk is None else chunk.having(find)
+def _having(column: Column, find: Find) -> _Rows:
+    return lambda index: column.chunk(index).having(find)
 
 
-def _joined(parts: Iterable[Bits]) -> Bits:
-    return np.concatenate([empty_bits(0), *parts])
+def joined(parts: Iterable[Bits]) -> Bits:
+    """Bitmap of all rows from those of all chunks, of which each may be shorter than a chunk."""
+    listed, width = [*parts], CHUNK // 8
+    found = empty_bits(CHUNK * len(listed))
+    for index, part in enumerate(listed):
+        found[index * width : index * width + len(part)] = part
+    return found
 
 
 def _find(conditions: Sequence[Condition], column: Column) -> Find:

@@ -4,7 +4,7 @@ import functools
 import threading
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +23,15 @@ from kinlens.indexer.bits import (
 )
 from kinlens.indexer.catalog.read import State
 from kinlens.indexer.catalog.vectors import RowIds
-from kinlens.indexer.columns.columns import CHUNK, Chosen, Chunk, Column, Columns, finder
-from kinlens.indexer.columns.match import Matcher, index_of, rows_beyond, rows_matching
+from kinlens.indexer.columns.columns import CHUNK, Chosen, Chunk, Column, Columns
+from kinlens.indexer.columns.match import (
+    Matcher,
+    index_of,
+    joined,
+    rows_beyond,
+    rows_matching,
+    rows_with,
+)
 from kinlens.indexer.columns.values import Values
 from kinlens.indexer.filters.tree import Filter, In
 from kinlens.indexer.index.segment import Segment
@@ -259,15 +266,7 @@ def _best(column: Column, selected: Chosen, count: int, descending: bool) -> Ids
 
 def _having(column: Column, codes: Ids, selected: Chosen) -> Bits:
     """Bitmap of the selected rows with one of these codes."""
-    spans: list[tuple[int, int]] = []
-    if len(codes) and int(np.ptp(codes)) + 1 == len(codes):  # comparing with a span is faster
-        spans, codes = [(int(codes.min()), int(codes.max()) + 1)], codes[:0]
-    find, found = finder(spans, codes, column.codes), empty_bits(8 * len(selected.bits))
-    for index, chunk in enumerate(column.chunks):
-        if chunk is not None:
-            own, start = chunk.having(find), index * CHUNK // 8
-            found[start : start + len(own)] = own
-    return found & selected.bits
+    return rows_with(codes, column, 8 * len(selected.bits) // CHUNK) & selected.bits
 
 
 class _CachedFilter:
@@ -279,8 +278,7 @@ class _CachedFilter:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         # Weak, so that a cached filter does not keep the chunks of earlier states in memory.
-        self._chunks: list[list[weakref.ref[Chunk] | None]] = []
-        self._bits: Bits = empty_bits(0)
+        self._parts: list[tuple[list[weakref.ref[Chunk]], Bits]] = []
         self._mask: tuple[object, FilterMask] | None = None
 
     def at(self, where: Filter, now: StateAttributes, checkpoint: Callable[[], None]) -> FilterMask:
@@ -290,30 +288,19 @@ class _CachedFilter:
         with self._lock:
             if self._mask is None or self._mask[0] != key:
                 self._evaluate(where, now.columns, checkpoint)
-                self._mask = key, now.mask_of(self._bits)
+                self._mask = key, now.mask_of(joined(bits for _, bits in self._parts))
             return self._mask[1]
 
     def _evaluate(self, where: Filter, columns: Columns, checkpoint: Callable[[], None]) -> None:
-        matcher, known, width = Matcher(where, columns), self._chunks, CHUNK // 8
-        chunks, bits = [], empty_bits(columns.chunks * CHUNK)
+        matcher, parts = Matcher(where, columns), []
         for index in range(columns.chunks):
             read = matcher.chunks(index)
-            part = slice(index * width, (index + 1) * width)
-            if index < len(known) and _are_same(known[index], read):
-                bits[part] = self._bits[part]
-            else:
+            known = self._parts[index] if index < len(self._parts) else None
+            if known is None or [ref() for ref in known[0]] != read:
                 checkpoint()
-                bits[part] = matcher.bits(index)
-            chunks.append([None if chunk is None else weakref.ref(chunk) for chunk in read])
-        self._chunks, self._bits = chunks, bits
-
-
-def _are_same(known: Sequence["weakref.ref[Chunk] | None"], read: Sequence[Chunk | None]) -> bool:
-    pairs = zip(known, read, strict=False)
-    return len(known) == len(read) and all(
-        chunk is None if ref is None else chunk is not None and ref() is chunk
-        for ref, chunk in pairs
-    )
+                known = [weakref.ref(chunk) for chunk in read], matcher.bits(index)
+            parts.append(known)
+        self._parts = parts
 
 
 class AttributesKeeper:

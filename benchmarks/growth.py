@@ -19,6 +19,8 @@ galleries are kept there and reused.
     prices      up to 200,000 prices change; then new filters and facets, compared with before
     attributes  filters, facets, groups and statistics of attributes: in a gallery that was just
                 opened and has searched once, the same again, and after a write
+    columns     alone, without a gallery: the columns of that many items take 10,000 changed prices
+                per second, in writes of 1,000, while a thread evaluates filters that are all new
 
 Each figure is from one run on idle cores. The last lines fit a power law in the number of items to
 each figure with three sizes or more.
@@ -52,14 +54,19 @@ from harness import (
 )
 
 from kinlens.embedder.types import Embeddings
+from kinlens.indexer.catalog.vectors import RowIds
+from kinlens.indexer.columns.columns import Columns
+from kinlens.indexer.columns.match import rows_matching
 from kinlens.indexer.filters.text import parse_filter
 from kinlens.indexer.folder.layout import GalleryFolder
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.live.compaction import KEEP_REMOVED_S
 from kinlens.indexer.types import Entry, Grouping, SearchOptions, VectorType
-from kinlens.values import AttributeValue
+from kinlens.values import AttributeType, AttributeValue
 
-PARTS = ("build", "write", "search", "filters", "catch-up", "during", "prices", "attributes")
+PARTS = (
+    "build", "write", "search", "filters", "catch-up", "during", "prices", "attributes", "columns",
+)  # fmt: skip
 COLOURS = ("red", "green", "blue", "black", "white", "grey", "pink", "brown")
 FACETS = ["colour", "brand", "price", "sale"]
 FILTERS = (
@@ -74,7 +81,11 @@ SHARES = {"0.1 %": 1, "1 %": 10, "10 %": 100, "50 %": 500}
 
 RECALL_QUERIES, PLAIN = 200, SearchOptions()
 WRITES_PER_S, PHASE_S, PHASES = 40, 10, 4
+COLUMNS_S = 60
 PRICES = 200_000
+TYPES: dict[str, AttributeType] = {
+    "colour": "text", "brand": "text", "price": "number", "sale": "boolean", "sku": "text",
+}  # fmt: skip
 Figures = dict[str, float]
 
 
@@ -99,6 +110,8 @@ def main() -> None:
 
 
 def measured(path: Path, n: int, dim: int, args: Namespace) -> Figures:
+    if args.parts == ["columns"]:
+        return fresh(repriced_columns, n)
     figures: Figures = {}
     if not (path / "CURRENT").exists():
         figures |= fresh(built, path, n, dim, args.vector_type)
@@ -336,6 +349,58 @@ def repriced(path: Path, n: int, dim: int) -> Figures:
         "a new filter after the changes, ms", figures["a new filter after, ms"], 5, at_most=True
     )
     return figures
+
+
+def repriced_columns(n: int) -> Figures:
+    ids, rng, batch = np.arange(n), np.random.default_rng(0), 2**16
+    now = Columns("", RowIds(ids, n - 1), 0, n, {})
+    started = time.perf_counter()
+    for start in range(0, n, batch):
+        some = ids[start : start + batch]
+        now = now.changed(some, [*map(attributes, some.tolist())], TYPES, 0, n)
+    figures = {"columns from all attributes, s": time.perf_counter() - started}
+    times: dict[str, list[float]] = {"without": [], "during": []}
+    writes: list[float] = []
+    over = threading.Event()
+
+    def evaluate(found: list[float]) -> None:
+        while not over.wait(0.005):
+            low = rng.integers(0, 90_000) / 100
+            where = parse_filter(f"{low} <= price < {low + 10}")
+            found.append(timed_ms(partial(rows_matching, where, now)))
+
+    late_s = 0.0
+    for phase in ["without", "during"] * PHASES:
+        over.clear()
+        thread = threading.Thread(target=evaluate, args=(times[phase],), daemon=True)
+        thread.start()
+        began = time.monotonic()
+        for number in range(1, 10 * COLUMNS_S // PHASES + 1):
+            if phase == "during":
+                some = np.unique(rng.integers(0, n, 1000))
+                prices = (rng.integers(0, 100_000, 1000) / 100).tolist()
+                pairs = zip(some.tolist(), prices, strict=False)
+                changed = [{**attributes(item), "price": price} for item, price in pairs]
+                started = time.perf_counter()
+                now = now.changed(some, changed, TYPES, number, n)
+                writes.append(1e3 * (time.perf_counter() - started))
+            left_s = began + number / 10 - time.monotonic()
+            time.sleep(max(0.0, left_s))
+        late_s = max(late_s, -left_s)
+        over.set()
+        thread.join()
+    before, during = (float(np.percentile(found, 99)) for found in times.values())
+    verdict("10,000 changes per second are late at the end, s", late_s, 0.2, at_most=True)
+    verdict("p99 of a new filter during them / without", during / before, 2, at_most=True)
+    return figures | {
+        "a new filter, p50, ms": statistics.median(times["without"]),
+        "p99, ms": before,
+        "p50 during the changes, ms": statistics.median(times["during"]),
+        "p99 during the changes, ms": during,
+        "1,000 changes, p50, ms": statistics.median(writes),
+        "the longest, ms": max(writes),
+        "own memory, MB": memory_mb()["RssAnon"],
+    }
 
 
 def attributed(path: Path, n: int, dim: int) -> Figures:

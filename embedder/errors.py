@@ -21,6 +21,7 @@
     │   ├── GalleryConflictError        a name that is taken, or a gallery that must not be changed
     │   ├── SourceError                 a folder, CSV or split that cannot be indexed
     │   ├── GalleryBusyError            another process builds or compacts it
+    │   ├── DeltaFullError              more new items than compactions keep up with
     │   ├── GalleryWriteError           a change that could not be written to the disk
     │   ├── PlanError                   an index that does not fit the machine
     │   ├── RecallError                 an index that misses its recall target
@@ -133,6 +134,16 @@ class SourceError(GalleryError): ...
 
 
 class GalleryBusyError(GalleryError): ...
+
+
+class DeltaFullError(GalleryError):
+    """More items were added than compactions keep up with; try again after `retry_after_s`
+    seconds.
+    """
+
+    def __init__(self, message: str, retry_after_s: int = 10) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class GalleryWriteError(GalleryError): ...

@@ -33,14 +33,14 @@ from kinlens.indexer.live.compaction import (
     compact,
 )
 from kinlens.indexer.live.snapshot import SnapshotKeeper
-from kinlens.indexer.live.upkeep import GalleryUpkeep
+from kinlens.indexer.live.writer import GalleryWriter
 from kinlens.indexer.types import (
     VectorType,
     mismatch,
 )
 
 
-class Gallery(GalleryUpkeep):
+class Gallery(GalleryWriter):
     """One generation of a gallery. Several processes can search and change it at the same time.
 
     Item ids are never reused, so they stay valid for the whole generation.

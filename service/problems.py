@@ -12,7 +12,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from kinlens.embedder import errors
-from kinlens.embedder.errors import KinlensError, OverloadedError, RateLimitedError
+from kinlens.embedder.errors import (
+    DeltaFullError,
+    KinlensError,
+    OverloadedError,
+    RateLimitedError,
+)
 from kinlens.embedder.programs.faults import fault_text, path_of
 
 MEDIA_TYPE = "application/problem+json"
@@ -90,6 +95,7 @@ PROBLEM_TYPES: dict[
     errors.ItemNotFoundError: ProblemType(404, "Unknown item", "unknown-item"),
     errors.GalleryConflictError: ProblemType(409, "Conflict with the gallery", "gallery-conflict"),
     errors.GalleryBusyError: ProblemType(503, "The gallery is being changed", "gallery-busy"),
+    errors.DeltaFullError: ProblemType(429, "Too many new items", "delta-full"),
     errors.SearchError: ProblemType(503, "The search cannot be answered", "search-unavailable"),
     errors.InvalidParameterError: INVALID,
     errors.FilterError: ProblemType(422, "Invalid filter", "invalid-filter"),
@@ -156,7 +162,7 @@ async def from_error(request: Request, error: Exception) -> JSONResponse:
     """
     kind, detail, faults = _details_of(error)
     headers = dict(getattr(error, "headers", None) or {})
-    if isinstance(error, OverloadedError | RateLimitedError):
+    if isinstance(error, DeltaFullError | OverloadedError | RateLimitedError):
         headers["Retry-After"] = str(error.retry_after_s)
     if kind.status == HTTPStatus.UNAUTHORIZED:
         headers["WWW-Authenticate"] = "Bearer"

@@ -18,7 +18,7 @@ from kinlens.indexer.catalog.entries import (
     learn_types,
     with_stored,
 )
-from kinlens.indexer.catalog.read import CatalogView
+from kinlens.indexer.catalog.read import CatalogView, State
 from kinlens.indexer.catalog.schema import (
     NAMES,
     StateRow,
@@ -68,7 +68,7 @@ DELETE FROM names WHERE name NOT IN (
 class CatalogWriter(CatalogView):
     """A view that also writes; all changes have the same `seq`. Let exceptions end the block."""
 
-    __slots__ = ("_row", "_seq", "_types", "has_written", "is_used")
+    __slots__ = ("_row", "_seq", "_types", "before_insert", "has_written", "is_used")
 
     file: VectorFile
 
@@ -78,9 +78,15 @@ class CatalogWriter(CatalogView):
         self.has_written = False  # into the file of vectors
         self.is_used: Callable[[str], bool] = lambda _: True
         """Whether an item of the state before this write has the attribute."""
+        self.before_insert: Callable[[CatalogView, int], None] = lambda *_: None
+        """Called with this view and its number of rows of vectors before a write appends some."""
         self._seq: int | None = None
         self._row = row
         self._types: dict[str, AttributeType] = {**self._schema_of(row)}
+
+    def state(self) -> State:
+        """The state after the changes of this write so far."""
+        return State(*self._row[:4])
 
     def add(
         self,
@@ -274,7 +280,10 @@ class CatalogWriter(CatalogView):
 
     def _insert(self, entries: Sequence[Entry], vectors: Embeddings) -> None:
         seq = self._next_seq()
-        first = self.last_given() + 1
+        last = self.last_given()
+        first = last + 1
+        if entries:
+            self.before_insert(self, self.file.row_ids.rows_up_to(last))
         with_ids = [*enumerate(entries, first)]
         vectors = self.file.rounded(vectors)  # checksums must match the stored precision
         self._many(_INSERT_ITEM, [_item_row(item_id, e, seq) for item_id, e in with_ids])

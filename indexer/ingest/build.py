@@ -411,6 +411,7 @@ def _draft(folder: GalleryFolder, manifest: GalleryManifest, operation: str) -> 
         staging = stack.enter_context(folder.draft(key))
     with stack:
         gallery = _opened(staging, manifest)
+        gallery.when_full = "grow"
         stack.callback(gallery.close)
         old, later = stack.enter_context(_replaced(folder)), None
         if old is not None and _LaterWrites.can_follow(old, manifest):

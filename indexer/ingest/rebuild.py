@@ -252,6 +252,7 @@ def rebuild(
     started = perf_counter()
     old, embedder = follower.gallery, follower.embedder
     with contextlib.closing(_candidate(candidate, old, embedder)) as made:
+        made.when_full = "grow"
         follower.catch_up(made, on_progress)
         check_missing(follower.failures.values(), follower.found, max_missing)
         made.compact(old.index_settings(), wait=True, on_progress=on_indexed)

@@ -73,6 +73,7 @@ _SMALL_DELTA = 10_000
 _LARGE_DELTA = 100_000
 _DELTA_PART = 0.1
 _DELTA_BYTES = 32 * 2**20  # every query is compared with all vectors of the delta
+_FULL = 8  # the full delta, as a multiple of the one that makes a compaction due
 
 KEEP_REMOVED_S = 86_400.0
 """How long background compactions keep removed items, so that a removal can be undone."""
@@ -98,11 +99,20 @@ def due(segment_size: int, tombstones: int, delta: int, dim: int) -> str | None:
     """
     if segment_size and tombstones >= MAX_DEAD * segment_size:
         return f"{tombstones:,} of the {segment_size:,} items of the segment have been removed"
-    limit = min(max(int(_DELTA_PART * segment_size), _SMALL_DELTA), _LARGE_DELTA)
-    limit = min(limit, _DELTA_BYTES // (4 * dim))
+    limit = _delta_limit(segment_size, dim)
     if delta >= limit:
         return f"{delta:,} items were added after the segment, the limit is {limit:,}"
     return None
+
+
+def full_delta(segment_size: int, dim: int) -> int:
+    """The number of items added after a segment of this size above which writers have to wait."""
+    return _FULL * _delta_limit(segment_size, dim)
+
+
+def _delta_limit(segment_size: int, dim: int) -> int:
+    limit = min(max(int(_DELTA_PART * segment_size), _SMALL_DELTA), _LARGE_DELTA)
+    return min(limit, _DELTA_BYTES // (4 * dim))
 
 
 def compact(
@@ -379,7 +389,7 @@ class BackgroundCompaction:
         self._compact = compact
         self._on_error = on_error
         self._pause_s = self._retry_s = retry_s
-        self._is_nudged = False
+        self._is_nudged = self._is_urgent = False
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -391,6 +401,11 @@ class BackgroundCompaction:
             if self._thread is None and not self._closed.is_set():
                 self._thread = threading.Thread(target=self._run, name="compaction", daemon=True)
                 self._thread.start()
+
+    def urge(self) -> None:
+        """Signal that writers wait for a compaction, so that no pause is longer than the first."""
+        self._is_urgent = True
+        self.nudge()
 
     def close(self) -> None:
         """Stop the thread. A running compaction is cancelled at its next step.
@@ -444,6 +459,10 @@ class BackgroundCompaction:
             self._on_error(error)
 
     def _retry_later(self) -> None:
-        self._closed.wait(self._pause_s)
+        for _ in range(round(self._pause_s / self._retry_s)):
+            self._closed.wait(self._retry_s)
+            if self._is_urgent:
+                break
+        self._is_urgent = False
         self._pause_s = min(2 * self._pause_s, _MAX_PAUSE_S)
         self._is_nudged = True

@@ -3,9 +3,11 @@
 import hashlib
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 from kinlens.embedder.durable import stamp, write_whole
 from kinlens.embedder.errors import (
+    DeltaFullError,
     GalleryCorruptError,
     KinlensError,
 )
@@ -16,7 +18,7 @@ from kinlens.indexer.folder.manifest import (
     GalleryFacts,
 )
 from kinlens.indexer.index.plan import IndexSettings
-from kinlens.indexer.index.segment import SEGMENTS
+from kinlens.indexer.index.segment import SEGMENTS, SegmentManifest
 from kinlens.indexer.index.segment import read_manifest as read_segment_manifest
 from kinlens.indexer.live.compaction import (
     CATALOG,
@@ -26,8 +28,9 @@ from kinlens.indexer.live.compaction import (
     collect,
     compact,
     due,
+    full_delta,
 )
-from kinlens.indexer.live.writer import GalleryWriter
+from kinlens.indexer.live.reader import GalleryReader
 from kinlens.indexer.types import (
     IndexLocation,
     Progress,
@@ -36,10 +39,11 @@ from kinlens.indexer.types import (
 _MANY = 10_000  # items whose attributes take about 0.1 s to read
 
 
-class GalleryUpkeep(GalleryWriter):
+class GalleryUpkeep(GalleryReader):
     """The upkeep of a gallery. A compaction may run in another thread."""
 
-    _segment_size: tuple[str | None, int] = (None, 0)
+    _background: BackgroundCompaction | None = None
+    _known: tuple[str, SegmentManifest] | None = None  # the last segment and its manifest
     _stamp: tuple[int, ...] | None = None
 
     @property
@@ -109,6 +113,7 @@ class GalleryUpkeep(GalleryWriter):
         keep_removed_s: float = 0.0,
         from_scratch: bool = False,
         on_progress: Progress | None = None,
+        skip_if: Callable[[], bool] = lambda: False,
     ) -> CompactReport:
         """Write a new segment of all items, and switch to it.
 
@@ -118,6 +123,7 @@ class GalleryUpkeep(GalleryWriter):
         wait: wait for the compaction of another process.
         keep_removed_s: how long removed items stay restorable; 0 erases them.
         from_scratch: reuse nothing of the current segment.
+        skip_if: called when no other compaction runs; if true, nothing is done.
 
         Raises: GalleryBusyError if another process compacts, without `wait`; GalleryConflictError
             for a copy; PlanError, RecallError, GalleryWriteError: the old segment stays in use.
@@ -129,6 +135,7 @@ class GalleryUpkeep(GalleryWriter):
             wait=wait,
             keep_removed_s=keep_removed_s,
             from_scratch=from_scratch,
+            skip_if=skip_if,
             on_progress=on_progress,
         )
         self._snapshots.refresh()
@@ -192,20 +199,46 @@ class GalleryUpkeep(GalleryWriter):
         return reason
 
     def _due(self, view: CatalogView, state: State) -> str | None:
-        name, size = self._segment_size
-        if state.segment is None:
-            size = 0
-        elif name != state.segment:
-            folder = self.generation_folder / SEGMENTS / state.segment
-            if not folder.is_dir():
-                return None  # a compaction has just replaced it
-            manifest = read_segment_manifest(folder)
-            if manifest.vectors is None and manifest.size >= _MANY:
-                return "its index was built by an earlier version"
-            size = manifest.items
-            self._segment_size = (state.segment, size)
+        if state.segment is not None and not self._folder_of(state.segment).is_dir():
+            return None  # a compaction has just replaced it
+        manifest = self._segment_of(state)
+        if manifest is not None and manifest.vectors is None and manifest.size >= _MANY:
+            return "its index was built by an earlier version"
+        size = 0 if manifest is None else manifest.items
         removed = view.removed_count()
         return due(size, removed, state.size - size + removed, view.dim)
+
+    def _check_delta(self, view: CatalogView, rows: int) -> None:
+        """Check the number of items added after the segment; `rows` is that of all vectors.
+
+        Raises: DeltaFullError.
+        """
+        state = view.state()
+        manifest = self._segment_of(state)
+        size, indexed = (0, 0) if manifest is None else (manifest.items, manifest.size)
+        limit = full_delta(size, view.dim)
+        if rows - indexed < limit:
+            return  # without counting removed items
+        delta = state.size - size + view.removed_count()
+        if delta >= limit:
+            raise DeltaFullError(
+                f"Gallery {self.name} has {delta:,} items that no compaction has put into its "
+                f"index yet; from {limit:,} on, new ones have to wait. Removals and changes of "
+                "attributes go on. Try again in a minute; if that does not help, run "
+                "kinlens-index compact, which names what prevents it."
+            )
+
+    def _segment_of(self, state: State) -> SegmentManifest | None:
+        """The manifest of the segment of a state; None without one. Raises: GalleryCorruptError."""
+        known, name = self._known, state.segment
+        if name is None:
+            return None
+        if known is None or known[0] != name:
+            known = self._known = name, read_segment_manifest(self._folder_of(name))
+        return known[1]
+
+    def _folder_of(self, segment: str) -> Path:
+        return self.generation_folder / SEGMENTS / segment
 
     def _version_at(self, seq: int) -> str:
         return hashlib.sha256(f"{self.manifest.uid}:{seq}".encode()).hexdigest()

@@ -5,10 +5,11 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 from kinlens.embedder.durable import crash_point
 from kinlens.embedder.errors import (
+    DeltaFullError,
     GalleryBusyError,
     GalleryConflictError,
     GalleryError,
@@ -22,11 +23,8 @@ from kinlens.indexer.catalog.write import CatalogWriter
 from kinlens.indexer.columns.checkpoint import collect_columns
 from kinlens.indexer.filters.text import Where, as_filter
 from kinlens.indexer.filters.tree import Exists, Filter
-from kinlens.indexer.live.compaction import (
-    CATALOG,
-    BackgroundCompaction,
-)
-from kinlens.indexer.live.reader import GalleryReader
+from kinlens.indexer.live.compaction import CATALOG, KEEP_REMOVED_S
+from kinlens.indexer.live.upkeep import GalleryUpkeep
 from kinlens.indexer.types import (
     Entry,
     Ids,
@@ -36,6 +34,8 @@ from kinlens.indexer.types import (
 )
 from kinlens.values import AttributeType, AttributeValue, Scalar
 
+T = TypeVar("T")
+
 _BATCH = 10_000  # items that a change by filter handles in one transaction
 
 
@@ -43,14 +43,21 @@ def _unseen(count: int) -> None:
     """Ignores the progress."""
 
 
-class GalleryWriter(GalleryReader):
+class GalleryWriter(GalleryUpkeep):
     """The writing methods of a gallery. Thread safe, and safe between processes.
 
     within: only items that match this filter can be changed, and others are treated as unknown;
         every item must match it after the change (else InvalidParameterError).
     """
 
-    _background: BackgroundCompaction | None = None
+    when_full: Literal["compact", "refuse", "grow"] = "compact"
+    """What a write that adds vectors does while the delta is full.
+
+    compact: it waits for a running compaction, or compacts, and then continues.
+    refuse: it raises DeltaFullError, and a compaction begins in the background.
+    grow: it continues, in a gallery that nobody searches before its first compaction.
+    """
+
     _close: "weakref.finalize[[], Any]"
 
     def add(
@@ -60,8 +67,7 @@ class GalleryWriter(GalleryReader):
         within: Where | None = None,
     ) -> Written:
         entries = list(entries)
-        with self._writing() as writer:
-            return writer.add(entries, owned, as_filter(within))
+        return self._adding(lambda writer: writer.add(entries, owned, as_filter(within)))
 
     def update(
         self,
@@ -102,8 +108,7 @@ class GalleryWriter(GalleryReader):
         Raises: InvalidParameterError if the keys are not a list of texts.
         """
         keys = checked_keys(keys)
-        with self._writing() as writer:
-            return writer.restore(keys, as_filter(within))
+        return self._adding(lambda writer: writer.restore(keys, as_filter(within)))
 
     def remove_items(self, ids: Iterable[ItemId], within: Where | None = None) -> int:
         ids = [item_id for item_id in ids if 0 <= item_id < 2**63]
@@ -196,6 +201,30 @@ class GalleryWriter(GalleryReader):
         with self._writing() as writer:
             writer.forget_unused_names()
 
+    def check_delta(self) -> None:
+        """Check whether new items can be added now. Raises: DeltaFullError."""
+        with self._catalog.reading() as view:
+            rows = 0 if view.file is None else view.file.row_ids.rows_up_to(view.last_given())
+            self._check_delta(view, rows)
+
+    def _adding(self, work: Callable[[CatalogWriter], T]) -> T:
+        """Do work that adds vectors, as soon as the delta is not full. Raises: DeltaFullError."""
+        with contextlib.suppress(DeltaFullError), self._writing() as writer:
+            return work(writer)
+        if self.when_full == "refuse":
+            self.compact_in_background().urge()
+        else:
+            self.compact(wait=True, keep_removed_s=KEEP_REMOVED_S, skip_if=self._takes_items)
+        with self._writing() as writer:
+            return work(writer)
+
+    def _takes_items(self) -> bool:
+        try:
+            self.check_delta()
+        except DeltaFullError:
+            return False
+        return True
+
     @functools.cached_property
     def _writable(self) -> Catalog:
         collect_columns(self.generation_folder)
@@ -207,6 +236,8 @@ class GalleryWriter(GalleryReader):
             raise GalleryError(f"The gallery {self._folder.path} is closed. Open it again.")
         with self._folder.writing(self.generation), self._writable.writing() as writer:
             writer.is_used = lambda name: bool(len(self._ids_of(Exists(name))))
+            if self.when_full != "grow":
+                writer.before_insert = self._check_delta
             yield writer
             crash_point("write: before commit")
         crash_point("write: after commit")

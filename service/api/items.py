@@ -322,7 +322,7 @@ async def remove_by_key(runtime: Service, request: Request, name: str, key: Key)
 
 @router.put(
     "",
-    responses=problems(*CHANGE_FAILURES, *IMAGE_FAILURES),
+    responses=problems(*CHANGE_FAILURES, *IMAGE_FAILURES, errors.DeltaFullError),
     summary="Put items",
     openapi_extra={"requestBody": {"required": True, "content": _PUT_CONTENT}},
 )
@@ -410,7 +410,7 @@ async def remove_many(runtime: Service, name: str, request: Request) -> RemoveAn
 
 @router.post(
     "/restore",
-    responses=problems(*CHANGE_FAILURES),
+    responses=problems(*CHANGE_FAILURES, errors.DeltaFullError),
     summary="Undo a removal",
     openapi_extra=body_docs(RestoreItems),
 )

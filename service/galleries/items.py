@@ -130,7 +130,7 @@ class Items:
     async def put(self, gallery: str, items: Sequence[NewItem]) -> Put:
         """Store items; each can fail without the others.
 
-        Raises: StateMissingError if this service cannot store images.
+        Raises: StateMissingError if this service cannot store images; DeltaFullError.
         """
 
         limit_s = -(-len(items) // _IMAGES_PER_LIMIT) * self._limit_s
@@ -180,7 +180,10 @@ class Items:
         return await self._calling(gallery, lambda served: _remove(served, keys, keep))
 
     async def restore(self, gallery: str, keys: Sequence[str]) -> Restored:
-        """Restore removed items by key, with new ids; keys that cannot be restored are omitted."""
+        """Restore removed items by key, with new ids; keys that cannot be restored are omitted.
+
+        Raises: DeltaFullError.
+        """
         return await self._calling(gallery, lambda served: _restore(served.gallery, keys))
 
     async def remove_where(self, gallery: str, where: Filter) -> Changed:
@@ -308,6 +311,9 @@ def _drafts(gallery: Gallery, items: Sequence[NewItem]) -> list[_Draft]:
     stored = gallery.vectors_of_contents([draft.sha256 for draft in drafts if draft.sha256])
     for draft in drafts:
         draft.vector = stored.get(draft.sha256)
+    is_new = any(draft.vector is None and draft.error is None for draft in drafts)
+    if is_new and isinstance(stored_in, IndexedGallery):
+        stored_in.check_delta()  # before the work of embedding them
     return drafts
 
 

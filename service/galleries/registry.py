@@ -775,8 +775,10 @@ def probe(gallery: Opened, model: Model) -> tuple[str, bool]:
 
 
 def _begin_compaction(gallery: Opened, location: GalleryLocation) -> None:
-    if isinstance(gallery, IndexedGallery) and location.managed:
-        gallery.compact_in_background()
+    if isinstance(gallery, IndexedGallery):
+        gallery.when_full = "refuse"
+        if location.managed:
+            gallery.compact_in_background()
 
 
 def _calibrate(served: Served, on_progress: Callable[[int], None]) -> None:

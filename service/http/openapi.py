@@ -70,7 +70,8 @@ _TEXTS = {
     413: "The body or the image is larger than the limit.",
     415: "The image format, content type or content encoding is not supported.",
     422: "A parameter is missing or outside its range, or the image is damaged.",
-    429: "More requests than the rate allows; retry after Retry-After seconds.",
+    429: "More requests than the rate allows, or more new items than the index takes; retry after "
+    "Retry-After seconds.",
     500: "Something failed inside the service.",
     503: "The service is too busy or cannot respond now; retry after Retry-After seconds.",
 }

@@ -12,7 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from kinlens.embedder.errors import GalleryBusyError, KinlensError
+from kinlens.embedder.errors import DeltaFullError, GalleryBusyError, KinlensError
 from kinlens.indexer.checks.verify import check_files
 from kinlens.indexer.filters.tree import Equals, Filter, Range
 from kinlens.indexer.gallery import Gallery
@@ -213,6 +213,51 @@ def test_a_second_compaction_is_refused_by_the_process_of_the_first(gallery, out
         gallery.add(entries(range(10, 12)))  # changes go on
     gallery.compact()
     assert gallery.facts().delta == 0
+
+
+def test_a_writer_compacts_a_full_delta_once_and_continues(
+    gallery: Gallery, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It counts what other writers have added, and waits for a compaction that runs already."""
+    monkeypatch.setattr(compaction, "_SMALL_DELTA", 1)
+    compacted: list[str] = []
+    with (
+        faults(lambda step: compacted.extend([step] * (step == "adopt: after commit"))),
+        closing(Gallery.open(out)) as script,
+        ThreadPoolExecutor() as pool,
+    ):
+        gallery.add(entries(range(20)))  # any number in one write
+        script.update({"k1": {"n": -1}})
+        script.remove(["k2"])
+        assert compacted == []
+        script.add(entries(range(20, 21)))
+        assert (len(compacted), gallery.facts().delta) == (1, 1)
+        assert gallery.restore(["k2"])[0].key == "k2"
+        for _ in range(7):  # items that are removed take part in each search, too
+            gallery.add(entries(range(30, 31)))
+            gallery.remove(["k30"])
+        assert (len(compacted), gallery.facts().delta) == (2, 0)
+        gallery.add(entries(range(40, 60)))
+        with compaction.compaction_lock(generation_of(out), wait=False):
+            adding = [
+                pool.submit(one.add, entries(range(n, n + 1)))
+                for n, one in ((60, gallery), (61, script))
+            ]
+        assert [one.result().added for one in adding] == [1, 1]
+        assert (len(compacted), gallery.facts().delta) == (3, 2)
+        assert keys(gallery) == keys(script)
+
+
+def test_a_gallery_that_refuses_writers_compacts_for_them_soon(
+    gallery: Gallery, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compaction, "_SMALL_DELTA", 1)
+    gallery.when_full = "refuse"
+    gallery.add(entries(range(20)))
+    with pytest.raises(DeltaFullError, match=r"has 20 items .* from 8 on"):
+        gallery.add(entries(range(20, 21)))
+    until(lambda: gallery.facts().delta == 0)
+    assert gallery.add(entries(range(20, 21))).added == 1
 
 
 def test_a_gallery_may_be_searched_and_changed_while_it_is_scanned(gallery: Gallery) -> None:

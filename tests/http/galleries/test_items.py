@@ -1,16 +1,19 @@
 """Items over HTTP: put, listed, patched, removed; each fails alone, and puts are idempotent."""
 
 import json
+import re
 from typing import Any
 from urllib.parse import quote
 
 import httpx
 import pytest
 
+from kinlens.indexer.live import compaction
 from kinlens.service.api.items import MAX_KEYS
 from kinlens.service.galleries.items import MAX_ATTRIBUTES
 from kinlens.service.galleries.uploads import UploadFolder
 from kinlens.service.settings import Settings
+from tests.indexer.conftest import generation_of
 from tests.support.seams import GalleryFolder, adopt
 from tests.support.shops import Shop, assert_problem, base64_of, make_gallery, sha256, start_shop
 
@@ -353,6 +356,30 @@ def test_a_write_is_refused_during_a_replacement_and_goes_into_it_afterwards(sho
     make_gallery(shop.folder, "", count=0)
     assert shop.put({"new": data[1]})["added"] == 1
     assert [*listed(shop)] == ["new"]
+
+
+def test_new_items_are_429_while_the_delta_is_full_and_other_changes_go_on(
+    shop, data, model, monkeypatch
+) -> None:
+    monkeypatch.setattr(compaction, "_SMALL_DELTA", 1)
+    stored = {f"k{n}": data[n % 4] for n in range(8)}
+    with compaction.compaction_lock(generation_of(shop.folder), wait=False):  # so none can begin
+        assert shop.put(stored)["added"] == 8
+        embedded = len(model.batches)
+        refused = shop.put_form({"new": data[4]})
+        detail = assert_problem(refused, 429, "delta-full")["detail"]
+        assert re.search("has 8 items .* from 8 on.* kinlens-index compact", detail)
+        assert int(refused.headers["retry-after"]) >= 1
+        assert (len(model.batches), shop.photos()) == (embedded, {*map(sha256, data[:4])})
+        assert shop.put(stored, price=2)["updated"] == 8
+        assert patch(shop, changes={"k0": {"price": 3}}).status_code == 200
+        assert shop.remove("k1") == 1
+        undo = shop.client.post(f"{shop.url}/items/restore", json={"keys": ["k1"]})
+        assert_problem(undo, 429, "delta-full")
+        assert_problem(shop.put_form({"twin": data[0]}), 429, "delta-full")
+    shop.compacted()
+    assert shop.put({"new": data[4]})["added"] == 1
+    assert [*listed(shop)] == ["k0", *(f"k{n}" for n in range(2, 8)), "new"]
 
 
 def test_an_id_of_another_generation_removes_nothing(tmp_path, data, closes, monkeypatch) -> None:

@@ -4,7 +4,7 @@ An index contains the first row of each content. A placeholder that a million it
 costs a search no more than any other image.
 """
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
@@ -69,13 +69,36 @@ class Copies:
         """The content that begins with each of these rows, of any shape; -1 if none does."""
         return find_sorted(firsts, self.firsts)
 
-    def rows_of(self, content: int, among: Bits | None) -> Iterator[int]:
-        """The rows of a content that are in the bitmap, ascending; all of them for None."""
+    def rows_of(self, contents: Ids, among: Bits | None, limit: int) -> tuple[Ids, Ids]:
+        """The first rows of each of these contents (C,) that are in the bitmap, at most `limit`.
+
+        among: None for all rows.
+
+        Returns (the index in `contents` (N,), ascending; the row (N,), ascending for each).
+        """
+        starts, sizes = self.starts[contents], self._ends[contents] - self.starts[contents]
+        is_large = sizes > _FIRST_BLOCK
+        small = np.flatnonzero(~is_large)
+        rows = self.rows[ranges(starts[small], sizes[small])]
+        owners = np.repeat(small, sizes[small])
+        kept = slice(None) if among is None else has_bits(among, rows)
+        found = [(owners[kept], rows[kept])]
+        for owner in np.flatnonzero(is_large).tolist():
+            own = self._first_rows(int(contents[owner]), among, limit)
+            found.append((np.full(len(own), owner), own))
+        owners, rows = by_owner(found)
+        is_shown = np.arange(len(owners)) - np.searchsorted(owners, owners) < limit
+        return owners[is_shown], rows[is_shown]
+
+    def _first_rows(self, content: int, among: Bits | None, limit: int) -> Ids:
+        """The first `limit` rows of a large content, read in blocks that grow."""
         start, end, block = int(self.starts[content]), int(self._ends[content]), _FIRST_BLOCK
-        while start < end:
+        found: list[Ids] = []
+        while start < end and sum(map(len, found)) < limit:
             rows = self.rows[start : min(start + block, end)]
-            yield from (rows if among is None else rows[has_bits(among, rows)]).tolist()
+            found.append(rows if among is None else rows[has_bits(among, rows)])
             start, block = start + block, 2 * block
+        return np.concatenate(found)[:limit]
 
     def folded(self, bits: Bits) -> Bits:
         """The bitmap with the first row of each content in place of all its rows."""
@@ -95,3 +118,17 @@ class Copies:
         bits = empty_bits(self._size)
         put_bits(bits, self.later, True)
         return bits
+
+
+def ranges(starts: Ids, sizes: Ids) -> Ids:
+    """The numbers from each of these starts (N,) on, `sizes` (N,) of them, one after the other."""
+    shifts = starts - np.cumsum(sizes) + sizes
+    numbers: Ids = np.repeat(shifts, sizes) + np.arange(int(sizes.sum()))
+    return numbers
+
+
+def by_owner(parts: Sequence[tuple[Ids, Ids]]) -> tuple[Ids, Ids]:
+    """Join pairs of owners (N,) and rows (N,); in the order of owners, rows as they are given."""
+    owners, rows = (np.concatenate(one) for one in zip(*parts, strict=True))
+    order = np.argsort(owners, kind="stable")
+    return owners[order], rows[order]

@@ -27,6 +27,7 @@ from kinlens.indexer.catalog.database import Catalog
 from kinlens.indexer.catalog.read import Base, CatalogView, State
 from kinlens.indexer.columns.checkpoint import columns_at, load_columns, store_columns
 from kinlens.indexer.columns.columns import Columns
+from kinlens.indexer.index.copies import by_owner, ranges
 from kinlens.indexer.index.faiss import range_search
 from kinlens.indexer.index.index_types import Effort
 from kinlens.indexer.index.segment import COPY_S, SEGMENTS, Segment
@@ -201,62 +202,59 @@ class Snapshot:
     ) -> Nearest:
         """The `k` best items of the contents found, at most `limit` of each content."""
         is_hit = firsts.ids >= 0
-        rows = np.full(firsts.ids.shape, -1, np.int64)
-        rows[is_hit] = self.rows_of(firsts.ids[is_hit])
-        contents, is_copied = self._contents_of(rows)
-        has_copies = is_hit & ((contents >= 0) | is_copied)
-        queries = np.flatnonzero(has_copies.any(axis=1)).tolist()
-        if not queries:
+        names, content = np.full(firsts.ids.shape, -1, np.int64), np.zeros(is_hit.shape, np.int64)
+        names[is_hit] = self.rows_of(firsts.ids[is_hit])
+        distinct, content[is_hit] = np.unique(names[is_hit], return_inverse=True)
+        owners, rows = self._rows_like(distinct, among, limit)
+        if np.array_equal(rows, distinct):
             return firsts
-        missing = ((0, 0), (0, k - firsts.ids.shape[1]))
-        scores: Scores = np.pad(firsts.scores, missing, constant_values=-1)
-        ids: Ids = np.pad(firsts.ids, missing, constant_values=-1)
-        certain = firsts.certain.copy()
-        bits, later = self._allowed(among)
-        for query in queries:
-            listed: list[tuple[float, int]] = []  # the score and the row
-            hits = np.flatnonzero(is_hit[query]).tolist()
-            is_complete = certain[query] == len(hits)
-            for hit in hits:
-                score = float(firsts.scores[query, hit])
-                if len(listed) >= k and score < listed[-1][0]:
-                    is_complete = True
-                    break
-                row = int(rows[query, hit])
-                own = self._rows_like(row, int(contents[query, hit]), bits, later)
-                listed += [(score, one) for one in islice(own, limit)]
-            found = self.ids_of(np.array([row for _, row in listed]))
-            given = np.array([score for score, _ in listed], np.float32)
-            order = np.lexsort((found, -given))[:k]
-            scores[query, : len(order)], ids[query, : len(order)] = given[order], found[order]
-            is_above = given[order] > firsts.scores[query, hits[-1]]
-            certain[query] = len(order) if is_complete else np.count_nonzero(is_above)
-        return Nearest(scores, ids, certain)
+        counts = np.bincount(owners, minlength=len(distinct))
+        sizes = np.where(is_hit, counts[content], 0)
+        # Contents whose items follow the k-th item are omitted, unless their score ties with it.
+        is_full = np.cumsum(sizes, axis=1) >= k
+        last = np.take_along_axis(firsts.scores, is_full.argmax(axis=1)[:, None], axis=1)
+        is_kept = is_hit & (~is_full.any(axis=1, keepdims=True) | (firsts.scores >= last))
+        is_complete = (firsts.certain == is_hit.sum(axis=1)) | (is_hit & ~is_kept).any(axis=1)
+        sizes, content = sizes[is_kept], content[is_kept]
+        queries = np.repeat(np.nonzero(is_kept)[0], sizes)
+        given = np.repeat(firsts.scores[is_kept], sizes)
+        found = self.ids_of(rows[ranges((np.cumsum(counts) - counts)[content], sizes)])
+        order = np.lexsort((found, -given, queries))
+        queries, given, found = queries[order], given[order], found[order]
+        places = np.arange(len(order)) - np.searchsorted(queries, queries)
+        shown = places < k
+        scores = np.full((len(is_hit), k), -1, np.float32)
+        ids = np.full(scores.shape, -1, np.int64)
+        scores[queries[shown], places[shown]] = given[shown]
+        ids[queries[shown], places[shown]] = found[shown]
+        lowest = np.where(is_hit, firsts.scores, np.inf).min(axis=1, keepdims=True)
+        is_above = (ids >= 0) & ((scores > lowest) | is_complete[:, None])
+        return Nearest(scores, ids, np.count_nonzero(is_above, axis=1))
 
-    def _contents_of(self, rows: Ids) -> tuple[Ids, NDArray[np.bool_]]:
-        """For rows of any shape that are the first of a content: the content in the segment, -1
-        without copies there; and whether the delta has copies.
+    def _rows_like(self, firsts: Ids, among: FilterMask | None, limit: int) -> tuple[Ids, Ids]:
+        """The rows that pass `among` with the contents that begin with these rows (C,).
+
+        limit: of the rows of a content, the first ones are returned.
+
+        Returns (the index in `firsts` (N,), ascending; the row (N,), ascending for each).
         """
-        later = rows - self.segment_size
+        later = firsts - self.segment_size
         is_copied = (later >= 0) & self.delta.rows.is_copied[np.maximum(later, 0)]
-        if self.segment is None or self.segment.copies is None:
-            return np.full(rows.shape, -1, np.int64), is_copied
-        return self.segment.copies.content_of(rows), is_copied
-
-    def _rows_like(
-        self, first: int, content: int, bits: Bits | None, later: NDArray[np.bool_]
-    ) -> Iterator[int]:
-        """The rows with the content that begins with a row, ascending.
-
-        content: its number in the segment; -1 without copies there.
-        bits, later: the allowed positions of the segment and rows of the delta, as in `_allowed`.
-        """
-        size = self.segment_size
-        if first >= size:
-            return (size + row for row in self.delta.rows_of(first - size, later))
-        if content < 0 or self.segment is None or self.segment.copies is None:
-            return iter((first,))
-        return self.segment.copies.rows_of(content, bits)
+        copies = None if self.segment is None else self.segment.copies
+        contents = np.full(len(firsts), -1) if copies is None else copies.content_of(firsts)
+        alone = np.flatnonzero(~is_copied & (contents < 0))
+        if len(alone) == len(firsts):
+            return alone, firsts
+        bits, alive = self._allowed(among)
+        found = [(alone, firsts[alone])]
+        if copies is not None:
+            copied = np.flatnonzero(contents >= 0)
+            owners, rows = copies.rows_of(contents[copied], bits, limit)
+            found.append((copied[owners], rows))
+        for owner in np.flatnonzero(is_copied).tolist():
+            own = list(islice(self.delta.rows_of(int(later[owner]), alive), limit))
+            found.append((np.full(len(own), owner), self.segment_size + np.array(own, np.int64)))
+        return by_owner(found)
 
     def _with_exact_ties(self, queries: Embeddings, scores: Scores, ids: Ids) -> tuple[Scores, Ids]:
         """Recompute nearly equal scores, so that equal vectors have equal scores.

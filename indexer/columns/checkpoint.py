@@ -11,8 +11,6 @@ from kinlens.embedder.errors import GalleryCorruptError
 from kinlens.indexer.catalog.read import CatalogView
 from kinlens.indexer.catalog.vectors import VECTORS, RowIds
 from kinlens.indexer.columns.columns import Columns
-from kinlens.indexer.index.segment import COLUMNS as OF_SEGMENT
-from kinlens.indexer.index.segment import SEGMENTS, read_manifest
 
 COLUMNS = "columns"
 """The folder of a generation that contains the checkpoint."""
@@ -90,23 +88,15 @@ def collect_columns(generation: Path) -> None:
 
 
 def _stored(generation: Path, view: CatalogView) -> Columns | None:
-    """The newest stored columns of a state up to that of `view`."""
+    """The checkpoint, if it is of this or of an earlier state in the same rows."""
     if view.file is None:
         return None
-    found = []
-    name, row_ids = view.file.name, view.file.row_ids
-    state = view.state()
+    path = generation / COLUMNS / f"{view.file.name}.bin"
     try:
-        found.append(Columns.open(generation / COLUMNS / f"{name}.bin", name, row_ids))
+        columns = Columns.open(path, view.file.name, view.file.row_ids)
     except FileNotFoundError:
-        pass
+        return None
     except GalleryCorruptError as error:
         logging.getLogger(__name__).warning("%s It is read from the catalogue instead.", error)
-    if not found and state.segment is not None:
-        folder = generation / SEGMENTS / state.segment
-        with contextlib.suppress(FileNotFoundError, GalleryCorruptError):
-            manifest = read_manifest(folder)
-            if manifest.vectors == name:
-                released = manifest.seq, manifest.size
-                found.append(Columns.open(folder / OF_SEGMENT, name, row_ids, released))
-    return next((columns for columns in found if _are_before(columns, view)), None)
+        return None
+    return columns if _are_before(columns, view) else None

@@ -6,8 +6,7 @@ are immutable: a change copies the chunks that differ and shares all others with
 
 columns/<name of the file of vectors>.bin is a checkpoint of the columns, which is memory-mapped. It
 contains arrays, aligned to 64 bytes, a directory in JSON, its length and its CRC in 8 bytes each.
-The catalogue is the truth: a missing or damaged checkpoint is built again from it. Segments of
-earlier versions have a columns.bin of the same arrays, with an older directory and without the CRC.
+The catalogue is the truth: a missing or damaged checkpoint is built again from it.
 """
 
 import json
@@ -482,30 +481,19 @@ class Columns:
         return replace(self, space=space, row_ids=row_ids, size=size, columns=columns)
 
     @classmethod
-    def open(
-        cls, path: Path, space: str, row_ids: RowIds, released: tuple[int, int] | None = None
-    ) -> "Columns":
-        """Open and memory-map a checkpoint.
-
-        released: the `seq` and the size of the segment, for a file of an earlier version.
-
-        Raises: FileNotFoundError, GalleryCorruptError.
-        """
+    def open(cls, path: Path, space: str, row_ids: RowIds) -> "Columns":
+        """Open and memory-map a checkpoint. Raises: FileNotFoundError, GalleryCorruptError."""
         try:
             data: NDArray[np.uint8] = np.asarray(np.memmap(path, np.uint8, "r"))
-            end = len(data) - (0 if released else 8)
-            length = int(data[end - 8 : end].view("<u8")[0])
-            text, arrays = data[end - 8 - length : end - 8].tobytes(), data[: end - 8 - length]
+            length, crc = data[-16:].view("<u8").tolist()
+            text, arrays = data[-16 - length : -16].tobytes(), data[: -16 - length]
             directory = json.loads(text)
-            if released is not None:
-                (seq, size), listed = released, directory
-            else:
-                seq, size, listed = directory["seq"], directory["size"], directory["columns"]
-                is_whole = zlib.crc32(text) == int(data[end:].view("<u8")[0])
-                if len(data) < _VERIFIED_BELOW:
-                    is_whole &= zlib.crc32(arrays.data) == directory["crc"]
-                if not is_whole:
-                    raise ValueError("it does not fit its checksum")
+            is_whole = zlib.crc32(text) == crc
+            if len(data) < _VERIFIED_BELOW:
+                is_whole &= zlib.crc32(arrays.data) == directory["crc"]
+            if not is_whole:
+                raise ValueError("it does not fit its checksum")
+            seq, size, listed = directory["seq"], directory["size"], directory["columns"]
             columns = {name: _read(arrays, entry, size) for name, entry in listed.items()}
         except FileNotFoundError:
             raise

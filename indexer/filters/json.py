@@ -39,7 +39,7 @@ def _filter(value: object, path: str, depth: int) -> Filter:
         raise FilterError(f"The filter is more than {MAX_DEPTH} levels deep. Make it flatter.")
     if not isinstance(value, Mapping) or not value:
         raise _unexpected(value, path, 'an object such as {"colour": "red"}')
-    return _all([_member(name, part, f"{path}.{name}", depth) for name, part in value.items()])
+    return _joined([_member(name, part, f"{path}.{name}", depth) for name, part in value.items()])
 
 
 def _member(name: str, value: Any, path: str, depth: int) -> Filter:
@@ -47,7 +47,7 @@ def _member(name: str, value: Any, path: str, depth: int) -> Filter:
         if not isinstance(value, list | tuple) or not value:
             raise _unexpected(value, path, "a list of filters")
         parts = [_filter(part, f"{path}[{n}]", depth + 1) for n, part in enumerate(value)]
-        return _all(parts) if name == "and" else _any(parts)
+        return _joined(parts, And if name == "and" else Or)
     if name == "not":
         return Not(_filter(value, path, depth + 1))
     if not isinstance(value, Mapping):
@@ -66,7 +66,7 @@ def _compared(name: str, signs: Mapping[str, Any], path: str) -> Filter:
         if None in limits.values():
             raise _unexpected(None, path, "a number or a text")
         parts.append(_at(path, lambda: Range(name, **limits)))
-    return _all(parts)
+    return _joined(parts)
 
 
 def _leaf(name: str, sign: str, value: Any, path: str) -> Filter:
@@ -87,12 +87,8 @@ def _leaf(name: str, sign: str, value: Any, path: str) -> Filter:
     return Not(found) if sign in ("!=", "not in") else found
 
 
-def _all(parts: list[Filter]) -> Filter:
-    return parts[0] if len(parts) == 1 else And(tuple(parts))
-
-
-def _any(parts: list[Filter]) -> Filter:
-    return parts[0] if len(parts) == 1 else Or(tuple(parts))
+def _joined(parts: list[Filter], by: type[And | Or] = And) -> Filter:
+    return parts[0] if len(parts) == 1 else by(tuple(parts))
 
 
 def _at(path: str, make: Callable[[], Filter]) -> Filter:

@@ -50,10 +50,10 @@ from kinlens.indexer.exchange.milvus_collection import (
     Row,
     batches,
     both,
+    content_of,
     entry_of,
     item_of,
     lookups,
-    number_of,
     row_of,
     vectors_of,
 )
@@ -66,7 +66,7 @@ from kinlens.indexer.exchange.milvus_index import (
     least_effort,
     planned,
 )
-from kinlens.indexer.exchange.milvus_load import check_count, load, refuse_lists
+from kinlens.indexer.exchange.milvus_load import check_count, load, refuse_lists, separate
 from kinlens.indexer.filters.text import Where
 from kinlens.indexer.filters.tree import In, check_attribute, check_boosted, check_grouped
 from kinlens.indexer.folder.manifest import GalleryFacts
@@ -578,12 +578,12 @@ def _candidate(row: Row) -> Candidate:
 def _upsert_entries(
     now: Collection, entries: Sequence[Entry], vectors: Embeddings, owned: frozenset[str] | None
 ) -> Written:
-    found = now.strong().lookup("key", [entry.key for entry in entries], ENTRY)
+    found, numbers = now.strong().claimed(entries, vectors)
     stored = by_key([entry.key for entry in entries], {row["key"]: row for row in found})
     items = {key: item_of(row) for key, row in stored.items()}
     rows, became = [], Counter[str]()
     for entry, vector in zip(with_stored(entries, items, owned), vectors, strict=True):
-        old, new = stored.get(entry.key), row_of(entry, vector)
+        old, new, content = stored.get(entry.key), row_of(entry, vector), entry.sha256
         new["key"] = entry.key if old is None else old["key"]  # as an earlier version spelled it
         if old is None:
             became["added"] += 1
@@ -591,14 +591,16 @@ def _upsert_entries(
             became["replaced"] += 1
         elif not are_equal(vector, np.asarray(old["vector"], np.float32), "fp32"):
             became["replaced"] += 1
-            new["number"] = number_of(entry.key, vector.tobytes().hex())  # other content, other id
+            content = content_of(vector)  # another id
         else:
             new |= {"vector": old["vector"], "number": old["number"]}  # equal content keeps both
             if all(old[name] == new[name] for name in ITEM):
                 became["unchanged"] += 1
                 continue
             became["updated"] += 1
-        rows.append(new)
+            rows.append(new)
+            continue
+        rows.append(new | {"number": numbers.take(new["key"], content)})
     now.upsert(rows)
     return Written(**became)
 
@@ -622,7 +624,7 @@ def _fill(
     Raises: the errors of `publish`.
     """
     held_out = None if plan.kind == "flat" else HeldOut(entries, plan.count, plan.dim)
-    count, kinds = load(made, entries, held_out, on_progress)
+    count, kinds, shared = load(made, entries, held_out, on_progress)
     made.learn(kinds)
     made = made.make_index(plan, server)
     if held_out is not None and held_out.entries:
@@ -634,6 +636,7 @@ def _fill(
 
         made = made.note_quality(*least_effort(plan, held_out, search))
         made.upsert(map(row_of, held_out.entries, held_out.queries))
+    separate(made, shared)
     check_count(made, count)
 
 

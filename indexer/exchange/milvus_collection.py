@@ -12,7 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import count, islice, zip_longest
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -91,7 +91,10 @@ class MilvusFacts(BaseModel, frozen=True, extra="forbid"):
 
 
 class Connection:
-    """A connection to a Milvus server, with a timeout per request. Thread-safe."""
+    """A connection to a Milvus server, with a timeout per request. Thread-safe.
+
+    is_local: whether the server is milvus-lite, in this process.
+    """
 
     def __init__(
         self,
@@ -100,8 +103,11 @@ class Connection:
         timeout_s: float = 10.0,
         on_call: OnCall = unobserved,
     ) -> None:
-        """Connect to `uri`, such as http://127.0.0.1:19530. Raises: EngineUnavailableError."""
-        self.uri = uri
+        """Connect to `uri`: http://127.0.0.1:19530, or shop.db for a file of milvus-lite.
+
+        Raises: EngineUnavailableError.
+        """
+        self.uri, self.is_local = uri, uri.endswith(".db")
         self._on_call = on_call
         self._timeout_s = timeout_s
         client_class = _client_class()
@@ -199,7 +205,7 @@ class Collection:
         if where is None:
             return ""
         where.check(self.kinds)
-        return expression(where)
+        return expression(where, has_lists=not self.connection.is_local)
 
     def query(self, condition: str, fields: Sequence[str]) -> list[Row]:
         """The rows that match, in any order."""
@@ -225,6 +231,19 @@ class Collection:
             values = [form for value in values for form in spellings(str(value))]
         for condition in lookups(field, values):
             yield from self.query(condition, fields)
+
+    def claimed(self, entries: Sequence[Entry], vectors: Embeddings) -> tuple[list[Row], "Numbers"]:
+        """The rows with the keys of these entries or the ids that they may get, and free ids."""
+        pairs = [*zip(entries, vectors, strict=True)]
+        numbers = [
+            number_of(entry.key, content)
+            for entry, v in pairs
+            for content in (entry.sha256, content_of(v))
+        ]
+        keys = [form for entry in entries for form in spellings(entry.key)]
+        parts = zip_longest(lookups("key", keys), lookups("number", numbers), fillvalue="")
+        rows = [row for part in parts for row in self.query(" or ".join(filter(None, part)), ENTRY)]
+        return rows, Numbers(self, rows, numbers)
 
     def known(self, keys: Sequence[str], fields: Sequence[str]) -> list[Row]:
         """The rows of these keys, in their order. Raises: ItemNotFoundError."""
@@ -314,8 +333,9 @@ class Collection:
 
         params = MilvusClient.prepare_index_params()
         params.add_index("vector", metric_type="IP", **plan.parameters)
-        params.add_index("number", index_type="STL_SORT")
-        params.add_index("sha256", index_type="Trie")
+        is_local = self.connection.is_local  # milvus-lite has one type, which 2.3 lacks
+        params.add_index("number", index_type="INVERTED" if is_local else "STL_SORT")
+        params.add_index("sha256", index_type="INVERTED" if is_local else "Trie")
         if plan.kind != "flat":
             self.connection.call("flush", self.collection, timeout_s=LONG_S)
         try:
@@ -351,13 +371,41 @@ class Collection:
             self.connection.call("alter_collection_properties", self.collection, dict(properties))
 
 
-def number_of(key: str, sha256: str) -> ItemId:
-    """The id of an item: 53 bits of a hash of its key and content.
+def number_of(key: str, content: str, salt: int = 0) -> ItemId:
+    """The id of an item: 53 bits of a hash of its key and content, which is usually the sha256.
 
-    So processes assign ids without coordination, and an id always means the same content.
+    So processes assign ids without coordination, and an id always means the same content. `salt`
+    is for an item whose id another one has.
     """
-    digest = hashlib.sha256(f"{sha256} {key}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") % ID_LIMIT
+    text = f"{content} {key} {salt}" if salt else f"{content} {key}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") % ID_LIMIT
+
+
+def content_of(vector: Embeddings) -> str:
+    """The content of an item whose vector alone was replaced, for `number_of`."""
+    return vector.tobytes().hex()
+
+
+class Numbers:
+    """Ids that no other item has. Of 100 million hashes, two are equal with a chance of 40 %."""
+
+    def __init__(self, strong: Collection, rows: Iterable[Row], asked: Iterable[ItemId]) -> None:
+        """`rows`: all items with one of the ids `asked`, and perhaps others."""
+        self._strong = strong
+        self._owners: dict[ItemId, str | None] = dict.fromkeys(asked)
+        self._owners |= {int(row["number"]): row["key"] for row in rows}
+
+    def take(self, key: str, content: str) -> ItemId:
+        """The id of the item with this key and content, which no other item gets afterwards."""
+        for salt in count():
+            number = number_of(key, content, salt)
+            if number not in self._owners:
+                found = list(self._strong.lookup("number", [number], ["key"]))
+                self._owners[number] = found[0]["key"] if found else None
+            if self._owners[number] in (None, key):
+                break
+        self._owners[number] = key
+        return number
 
 
 def lookups(field: str, values: Sequence[str] | Sequence[int]) -> Iterator[str]:

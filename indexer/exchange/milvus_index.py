@@ -72,8 +72,8 @@ class MilvusPlan:
 
 
 def version_of(text: str) -> tuple[int, int]:
-    """Major and minor version in a text such as v2.3.5-lite; (0, 0) for other texts."""
-    found = re.match(r"v?(\d+)\.(\d+)", text)
+    """Major and minor version in a text such as v2.3.5-lite or milvus_lite-3.2.2; else (0, 0)."""
+    found = re.search(r"(\d+)\.(\d+)", text)
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
 

@@ -22,7 +22,7 @@ from kinlens.indexer.ingest.sources import Record, Source, folder_source
 from kinlens.indexer.types import Entry
 from tests.indexer.oracle import BUNDLE, DIM
 from tests.support.memory_disk import tmp_path, tmp_path_factory
-from tests.support.milvus_server import MilvusServer, milvus_server
+from tests.support.milvus_server import MilvusFile, MilvusServer, milvus_lite, milvus_server
 from tests.support.seams import MilvusStore, options, set_fault_hook
 from tests.tiny import encoded, photo
 
@@ -207,7 +207,7 @@ def small_files(limit: int) -> Iterator[None]:
 
 
 def published(
-    server: MilvusServer, name: str, entries: Iterable[Entry] = (), **options: Any
+    server: MilvusServer | MilvusFile, name: str, entries: Iterable[Entry] = (), **options: Any
 ) -> MilvusStore:
     """A gallery on Milvus, with these entries as a new generation."""
     return MilvusStore.publish(
@@ -215,15 +215,15 @@ def published(
     )
 
 
-def milvus_client(server: MilvusServer) -> Any:
+def milvus_client(server: MilvusServer | MilvusFile) -> Any:
     from pymilvus import MilvusClient
 
     return MilvusClient(uri=server.uri, timeout=10)
 
 
-def collections(server: MilvusServer, name: str) -> list[str]:
+def collections(server: MilvusServer | MilvusFile, name: str) -> list[str]:
     with closing(milvus_client(server)) as there:
         return [known for known in there.list_collections() if known.startswith(f"{name}_")]
 
 
-__all__ = ["milvus_server", "tmp_path", "tmp_path_factory"]
+__all__ = ["milvus_lite", "milvus_server", "tmp_path", "tmp_path_factory"]

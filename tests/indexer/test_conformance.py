@@ -57,7 +57,7 @@ from tests.indexer.oracle import (
     shop,
     units,
 )
-from tests.support.milvus_server import MilvusServer
+from tests.support.milvus_server import MilvusFile, MilvusServer
 from tests.support.seams import MilvusStore
 from tests.support.waiting import until
 from tests.tiny import encoded, photo
@@ -71,21 +71,39 @@ def milvus_shop(milvus_server: MilvusServer) -> Iterator[MilvusStore]:
     store.close()
 
 
-@pytest.fixture(params=["faiss", pytest.param("milvus", marks=pytest.mark.milvus)])
-def store(request: pytest.FixtureRequest) -> Iterator[VectorStore]:
+@pytest.fixture(scope="module")
+def lite_shop(milvus_lite: MilvusFile) -> Iterator[MilvusStore]:
+    """The same in milvus-lite."""
+    store = MilvusStore.publish(milvus_lite.uri, "conformance", dim=DIM, bundle_id=BUNDLE)
+    yield store
+    store.close()
+
+
+MILVUS = [pytest.param("milvus", marks=pytest.mark.milvus), "lite"]
+
+
+@pytest.fixture(params=["faiss", *MILVUS])
+def store(request: pytest.FixtureRequest) -> VectorStore:
     if request.param == "faiss":
-        yield request.getfixturevalue("gallery")
-    else:
-        shop: MilvusStore = request.getfixturevalue("milvus_shop")
-        shop.remove([item.key for item in shop.items()])
-        yield shop
+        gallery: Gallery = request.getfixturevalue("gallery")
+        return gallery
+    shop: MilvusStore = request.getfixturevalue(f"{request.param}_shop")
+    shop.remove([item.key for item in shop.items()])
+    return shop
+
+
+@pytest.fixture
+def server(request: pytest.FixtureRequest) -> MilvusServer | MilvusFile:
+    """The server of the store of the test."""
+    name = {"milvus": "milvus_server", "lite": "milvus_lite"}[request.node.callspec.params["store"]]
+    server: MilvusServer | MilvusFile = request.getfixturevalue(name)
+    return server
 
 
 # Laws that one engine alone keeps; the table in docs/galleries.md, Milvus, gives the reasons.
 faiss_alone = pytest.mark.parametrize("store", ["faiss"], indirect=True)
-milvus_alone = pytest.mark.parametrize(
-    "store", [pytest.param("milvus", marks=pytest.mark.milvus)], indirect=True
-)
+milvus_alone = pytest.mark.parametrize("store", MILVUS, indirect=True)
+server_alone = pytest.mark.parametrize("store", MILVUS[:1], indirect=True)
 
 FILTERS: list[Filter] = [
     Equals("colour", 'gr"een\\'),
@@ -440,6 +458,23 @@ def test_an_id_is_derived_from_key_and_content(store: VectorStore) -> None:
     assert ids_of(store) == {"key": old}
 
 
+def test_items_whose_hashes_are_equal_get_ids_of_their_own(milvus_lite, monkeypatch) -> None:
+    monkeypatch.setattr("kinlens.indexer.exchange.milvus_collection.ID_LIMIT", 256)
+    entries, [other] = no_copies(160), units(1, seed=8)
+    with closing(published(milvus_lite, "narrow", entries[:80], index="hnsw")) as store:
+        assert store.add(entries[80:]) == Written(added=80)
+        entries[0] = replace(entries[0], vector=other)
+        entries[1] = entry("key1", entries[1].vector, content="other")
+        assert store.add(entries) == Written(replaced=2, unchanged=158)
+        ids = ids_of(store)
+        assert len(set(ids.values())) == 160
+        assert [store.item(ids[e.key]).key for e in entries] == [e.key for e in entries]
+        hits = store.search(other[None], 200, SearchOptions(effort=200))[0]
+        assert_hits(hits, Oracle(store, entries).hits(other, 200, SearchOptions()))
+        assert store.remove_items([ids["key7"]]) == 1
+        assert ids_of(store) == {key: number for key, number in ids.items() if key != "key7"}
+
+
 CHANGES: list[Callable[[VectorStore], object]] = [
     lambda store: store.add([entry("new", units(1)[0])]),
     lambda store: store.add([entry("key1", units(1)[0], content="other")]),
@@ -664,7 +699,7 @@ def test_a_searching_thread_sees_one_generation_or_the_other(milvus_server) -> N
         assert collections(milvus_server, "swapped") == [f"swapped_{store.generation}"]
 
 
-@milvus_alone
+@server_alone
 def test_a_publication_that_fails_changes_nothing(store, milvus_server) -> None:
     store.add(shop(10))
     before, version = ids_of(store), store.version
@@ -739,8 +774,8 @@ def test_all_items_that_fit_are_changed_or_removed_and_no_other(store: VectorSto
     assert ids_of(store).keys() == kept
 
 
-@milvus_alone
-def test_a_filter_as_large_as_they_may_be_is_answered(store: MilvusStore) -> None:
+@server_alone
+def test_filters_and_attributes_may_be_as_large_as_their_limits(store: MilvusStore) -> None:
     entries = shop(40)
     store.add(entries)
     wide = Or(tuple(Equals("price", n / 2) for n in range(1000)))
@@ -751,13 +786,16 @@ def test_a_filter_as_large_as_they_may_be_is_answered(store: MilvusStore) -> Non
     for where in (wide, listed, deep):
         (hits,) = store.search(units(1), 40, SearchOptions(where=where))
         assert {h.key for h in hits} == {e.key for e in entries if where.matches(e.attributes)}
+    long = {f"a{n}": "x" * 4096 for n in range(17)}
+    with pytest.raises(InvalidParameterError, match=r"attributes.*65536"):
+        store.add([entry("key", QUERY[0], long)])
     for n in range(12):
         deep = Or((Not(deep), Equals("price", n)))
     with pytest.raises(FilterError, match="levels"):
         store.search(units(1), 1, SearchOptions(where=deep))
 
 
-@milvus_alone
+@server_alone
 def test_two_processes_that_write_at_once_leave_one_item_for_each_key(store, milvus_server) -> None:
     with closing(MilvusStore.open(milvus_server.uri, store.name)) as other:
 
@@ -774,17 +812,17 @@ def test_two_processes_that_write_at_once_leave_one_item_for_each_key(store, mil
 
 
 @milvus_alone
-def test_a_foreign_collection_is_no_gallery(store, milvus_server) -> None:
-    with closing(milvus_client(milvus_server)) as there:
+def test_a_foreign_collection_is_no_gallery(store, server) -> None:
+    with closing(milvus_client(server)) as there:
         there.create_collection("foreign", dimension=4)
-    for call in (partial(MilvusStore.open, milvus_server.uri), partial(published, milvus_server)):
+    for call in (partial(MilvusStore.open, server.uri), partial(published, server)):
         with pytest.raises(GalleryCorruptError, match="is not a gallery"):
             call("foreign")
     with pytest.raises(GalleryNotFoundError, match=r"nowhere.*import"):
-        MilvusStore.open(milvus_server.uri, "nowhere")
+        MilvusStore.open(server.uri, "nowhere")
 
 
-@milvus_alone
+@server_alone
 def test_weaker_consistency_levels_see_writes_eventually(store, milvus_server) -> None:
     for number, level in enumerate(("Session", "Bounded", "Eventually")):
         with closing(MilvusStore.open(milvus_server.uri, store.name, consistency=level)) as other:
@@ -796,12 +834,11 @@ def test_weaker_consistency_levels_see_writes_eventually(store, milvus_server) -
 @milvus_alone
 def test_what_a_gallery_on_milvus_does_not_support_is_refused_by_name(store: MilvusStore) -> None:
     store.add(shop(20))
-    version, long = store.version, {f"a{n}": "x" * 4096 for n in range(17)}
+    version = store.version
     boost = Boost("price", 0.1)
     several = "has several values, which a gallery on Milvus does not store"
     refused: list[tuple[str, Callable[[], object]]] = [
         (f"'sizes' of 'a' {several}", lambda: store.add([entry("a", QUERY[0], {"sizes": ["S"]})])),
-        (r"attributes.*65536", lambda: store.add([entry("key", QUERY[0], long)])),
         (r"'price'.*lists items by id only", lambda: store.page(0, 5, sort_by=SortBy("price"))),
         (r"facets = colour: .* is on Milvus", lambda: store.facets(["colour"])),
         (r"16,385.*16,384", lambda: store.search(QUERY, 16_000, SearchOptions(offset=385))),
@@ -849,6 +886,7 @@ def test_a_wrong_name_address_or_installation_is_named(run, monkeypatch) -> None
     for name in ("", "1shop", "my-shop", f"shop_{'0a' * 6}", "s" * 65, "a.b"):
         with pytest.raises(InvalidParameterError, match="is not a valid gallery name on Milvus"):
             MilvusStore.open("http://127.0.0.1:1", name)
+    monkeypatch.setitem(sys.modules, "milvus_lite.server_manager", None)
     for uri in ("http://127.0.0.1:1", "nonsense", "http://127.0.0.1:99999", "shop.db"):
         with pytest.raises(EngineUnavailableError, match=uri):
             MilvusStore.open(uri, "shop", timeout_s=2)

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -155,3 +156,19 @@ def milvus_server(
 ) -> Iterator[MilvusServer]:
     """One server for the tests of a module; do not stop it."""
     yield from started_server(request, tmp_path_factory.mktemp("milvus"))
+
+
+@dataclass(frozen=True)
+class MilvusFile:
+    """A file of milvus-lite, which has the API of the current Milvus."""
+
+    uri: str
+
+
+@pytest.fixture(scope="module")
+def milvus_lite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MilvusFile]:
+    """A file that milvus-lite serves in this process, for the tests of a module."""
+    manager = pytest.importorskip("milvus_lite.server_manager", reason="`make test` installs it")
+    uri = str(tmp_path_factory.mktemp("milvus") / "lite.db")
+    yield MilvusFile(uri)
+    manager.server_manager_instance.release_server(uri)

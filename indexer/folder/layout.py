@@ -22,6 +22,7 @@ import contextlib
 import hashlib
 import os
 import re
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -68,6 +69,7 @@ DOWNLOADS = "downloads"
 PUBLISH = "PUBLISH"
 PUBLISHER = "PUBLISHER"
 _DRAFT = ".draft-"
+_DRAFT_S = 7 * 86_400.0
 _GENERATION_NAME = re.compile(f"[0-9a-f]{{{SHORT}}}")
 _OWN_NAMES = {
     *(CURRENT, f".{CURRENT}.tmp", _LOCK, _WRITE, _TURN, _VERSIONS, UPLOADS, BEGAN),
@@ -233,7 +235,8 @@ class GalleryFolder:
     def draft(self, purpose: str) -> Iterator["GalleryFolder"]:
         """The gallery folder of a build. An interrupted build with the same `purpose` is resumed.
 
-        Deleted at the end if its generation was published.
+        Deleted at the end if its generation was published. Those of other builds are deleted a week
+        after they were begun, unless their processes live.
         """
         digest = hashlib.sha256(purpose.encode()).hexdigest()
         draft = GalleryFolder(self._versions / f"{_DRAFT}{digest[:SHORT]}")
@@ -246,6 +249,7 @@ class GalleryFolder:
                 rename(moved, home, "draft")
         self._drop_published(draft)
         self._prune_others()
+        self._drop_forgotten(draft)
         sweep(self._versions)
         make_folder(draft.path, "draft")
         descriptor = lock_folder(draft.path)
@@ -259,6 +263,12 @@ class GalleryFolder:
         if draft.path.exists() and draft.current_name() == self.current_name() is not None:
             (draft.path / CURRENT).unlink()  # first, so that the rest no longer is a gallery
             discard(draft.path)
+
+    def _drop_forgotten(self, draft: "GalleryFolder") -> None:
+        for other in self._versions.glob(f"{_DRAFT}*"):
+            is_old = other.stat().st_mtime < time.time() - _DRAFT_S
+            if is_old and other != draft.path and not in_use(other):
+                discard(other)
 
     def _prune_others(self) -> None:
         """Delete every generation except the current one and those in use."""

@@ -9,7 +9,7 @@ import contextlib
 import json
 import logging
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -26,6 +26,7 @@ from kinlens.embedder.errors import (
     InvalidParameterError,
 )
 from kinlens.embedder.session import Embedder
+from kinlens.embedder.types import Embeddings
 from kinlens.indexer.attributes import Schema
 from kinlens.indexer.catalog.database import Catalog
 from kinlens.indexer.catalog.entries import learn_types
@@ -43,7 +44,7 @@ from kinlens.indexer.ingest.add import Ingest, UnlistedItems
 from kinlens.indexer.ingest.embed import EmbedSettings, Failure, faults_of, refuse_unreadable
 from kinlens.indexer.ingest.sources import Source, check_attributes
 from kinlens.indexer.live.compaction import CATALOG
-from kinlens.indexer.types import Entry, GalleryExport, Progress, VectorType, checked_name
+from kinlens.indexer.types import Entry, GalleryExport, Item, Progress, VectorType, checked_name
 from kinlens.values import AttributeValue
 
 _CHUNK = 4096
@@ -292,20 +293,21 @@ class _LaterWrites:
         with self._catalog.reading() as view:
             seq, ids = view.state().seq, view.changed_since(self._seq)
             removed = view.removed_keys(self._seq)
-        for start in range(0, len(removed), _CHUNK):
-            keys = removed[start : start + _CHUNK]
-            made.remove([*{*keys} - self._old.stored(keys).keys()])
-        if len(ids):
+        if len(ids) or removed:
             for precision in self._old.precision.split("+"):
                 made.admit(precision)
+        for start in range(0, len(removed), _CHUNK):
+            with self._catalog.reading() as view:
+                items, vectors = view.restorable(removed[start : start + _CHUNK])
+            keys = [item.key for item in items]
+            known = made.stored(keys)
+            # Items that the new generation never had are added, to let their removal be undone.
+            _add(made, [one for one in _entries(items, vectors) if one.key not in known])
+            made.remove(keys)
         for start in range(0, len(ids), _CHUNK):
             items, vectors = self._old.items_at(ids[start : start + _CHUNK].tolist())
-            entries = [
-                Entry(item.key, vector, item.sha256, item.attributes, item.path, item.format)
-                for item, vector in zip(items, vectors, strict=True)
-                if item.id > self._last
-            ]
-            _add(made, entries)
+            new = [n for n, item in enumerate(items) if item.id > self._last]
+            _add(made, _entries([items[n] for n in new], vectors[new]))
             updated = {item.key: item.attributes for item in items if item.id <= self._last}
             self._update(made, updated)
         self._seq = seq
@@ -320,6 +322,13 @@ class _LaterWrites:
             for entry in made.entries([*kept])
         ]
         _add(made, entries)
+
+
+def _entries(items: Sequence[Item], vectors: Embeddings) -> list[Entry]:
+    return [
+        Entry(item.key, vector, item.sha256, item.attributes, item.path, item.format)
+        for item, vector in zip(items, vectors, strict=True)
+    ]
 
 
 def _without(
@@ -393,6 +402,7 @@ class _Draft:
                 sync_tree(made, "generation")  # so that the gallery refuses writes for a short time
                 stack.enter_context(self.folder.replacing())
                 with contextlib.closing(Gallery.open(self.staging.path, load_index=False)) as now:
+                    now.when_full = "grow"
                     self.later.carry(now)
                 facts["carried"] = self.later.count
             report = report.model_copy(update=facts)

@@ -314,6 +314,7 @@ def swap_in(
 
     def replicate(copy: Path, rounds: int) -> None:
         with contextlib.closing(Gallery.open(copy, load_index=False)) as made:
+            made.when_full = "grow"
             _catch_up(follower, made, rounds)
             check_missing(missing_since(follower, known_missing), follower.found, max_missing)
 

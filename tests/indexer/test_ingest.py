@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from kinlens.embedder import machine as cores
+from kinlens.embedder.durable import lock_folder
 from kinlens.embedder.errors import (
     BundleError,
     BundleMismatchError,
@@ -288,7 +289,15 @@ def stopped(shop, out, embedder) -> Path:
 
 def test_the_work_of_a_stopped_build_is_kept_for_its_bundle_alone(stopped, shop, embedder) -> None:
     source, other = folder_source(shop), CountingEmbedder(bundle_id="c" * 64)
+    [kept] = (stopped / "versions").glob(".draft-*")
+    forgotten, living = kept.with_name(".draft-1"), kept.with_name(".draft-2")
+    for draft in (forgotten, living):
+        draft.mkdir()
+        os.utime(draft, (0, 0))
+    lock = lock_folder(living)
     report = build_gallery(source, other, stopped)
+    assert {*(stopped / "versions").glob(".draft-*")} == {kept, living}
+    os.close(lock)
     assert (report.embedded, report.reused, sum(other.batches)) == (6, 0, 6)
     Gallery.open(stopped, expected_bundle_id="c" * 64).close()
     report = build_gallery(source, embedder, stopped)
@@ -342,6 +351,8 @@ def test_what_is_written_while_a_gallery_is_built_is_in_the_new_generation(
     assert attributes.keys() == {*PHOTOS, "new", "late"} - {"hat/d.bmp"}
     assert attributes["new"] == {"class": "x"}
     assert attributes["cup/a.png"] == {"class": "cup", "price": 5}
+    with closing(Gallery.open(built)) as new:
+        assert {item.key for item in new.restore(["gone", "hat/d.bmp"])} == {"gone", "hat/d.bmp"}
     assert not build_gallery(folder_source(shop), embedder, built).carried
 
 

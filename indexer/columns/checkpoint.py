@@ -77,6 +77,13 @@ def store_columns(generation: Path, columns: Columns) -> Columns:
     return Columns.open(folder / f"{columns.space}.bin", columns.space, columns.row_ids)
 
 
+def copy_columns(generation: Path, target: Path, view: CatalogView) -> None:
+    """Copy the checkpoint for the state of `view`, if there is one. Raises: OSError."""
+    columns = _stored(generation, view)
+    if columns is not None:
+        store_columns(target, columns)
+
+
 def collect_columns(generation: Path) -> None:
     """Delete checkpoints of files of vectors that no longer exist, and parts of unfinished ones."""
     folder = generation / COLUMNS

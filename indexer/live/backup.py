@@ -7,7 +7,7 @@ one more file:
     CURRENT
     golden.sqlite          the golden set, if there is one
     versions/<generation>/ manifest.json, report.json, calibration.json, precisions.json,
-                           catalog.sqlite, vectors/<name>/, segments/<name>/
+                           catalog.sqlite, vectors/<name>/, segments/<name>/, columns/
 
 A backup and a restored gallery get generation ids of their own: their items change independently,
 so cached answers of one are invalid for the other. Before a copy gets its name, it is verified: the
@@ -34,6 +34,7 @@ from kinlens.embedder.errors import (
 from kinlens.indexer.catalog.database import Catalog, catalog_view
 from kinlens.indexer.catalog.read import CatalogView, State
 from kinlens.indexer.catalog.vectors import VECTORS
+from kinlens.indexer.columns.checkpoint import copy_columns
 from kinlens.indexer.folder.layout import GOLDEN, GalleryFolder, disk_errors_explained
 from kinlens.indexer.folder.manifest import (
     CALIBRATION,
@@ -204,6 +205,7 @@ def _copy_state(source: Path, target: Path, on_progress: Progress) -> State:
 
     def copy(view: CatalogView, segment: Path | None) -> State:
         _copy_catalog(view, target, on_progress)
+        copy_columns(source, target, view)
         if segment is not None:
             files = read_segment_manifest(segment).files
             for name, facts in files.items():

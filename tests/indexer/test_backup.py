@@ -53,6 +53,7 @@ def content(path: Path) -> dict[str, Any]:
             "vectors": gallery.vectors([item.id for item in items]).tobytes(),
             "facts": gallery.facts().model_dump(exclude={"generation", "version"}),
             "answers": gallery.search(QUERIES, 10_000),
+            "filtered": [gallery.page(0, 200, text) for text in ("stock > 90", "price > 3")],
             "calibration": Calibrator(gallery).stored(),
         }
 
@@ -103,6 +104,7 @@ def test_a_backup_and_what_is_restored_from_it_are_the_same_under_other_generati
     assert content(places[0]) == content(filled)  # to look into a backup does not spoil it
     for place in places[1:]:
         assert restore_backup(places[0], place).generation == generation_of(place).name
+        assert len([*place.rglob("columns/*.bin")]) == 1  # no filter has to read every item
         assert content(place) == content(filled)
     facts = []
     for path in (filled, *places):

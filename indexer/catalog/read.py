@@ -55,7 +55,6 @@ SELECT id, vectors.crc, vector, sha256 FROM living JOIN vectors USING (id)
 WHERE changed_seq > ?1 AND added_seq > ?1 ORDER BY +id
 """
 _CHANGED = f"{_ITEM} WHERE changed_seq > ? ORDER BY +id"
-_COUNT_CHANGED = "SELECT count(*) FROM living WHERE changed_seq > ?"
 _COUNTS = """
 SELECT (SELECT count(*) FROM living), (SELECT count(*) FROM living JOIN vectors USING (id)), size
 FROM state
@@ -281,11 +280,6 @@ class CatalogView:
         """Id and attributes of items added or changed after the write `seq`, ascending."""
         rows = self._all(_CHANGED, seq)
         return [*zip((row[0] for row in rows), self._attributes_of(rows), strict=True)]
-
-    def count_changed(self, seq: int) -> int:
-        """Number of items added or changed after the write `seq`."""
-        [(count,)] = self._all(_COUNT_CHANGED, seq)
-        return int(count)
 
     def ids_from(self, offset: int, limit: int, after: ItemId = -1) -> Ids:
         """Up to `limit` ids above `after`, ascending, without the first `offset`."""

@@ -35,6 +35,7 @@ from kinlens.embedder.errors import GalleryCorruptError, GalleryError
 from kinlens.indexer.catalog.database import Catalog
 from kinlens.indexer.catalog.replay import Removed, apply_part, finish, unpacked
 from kinlens.indexer.catalog.vectors import NUMBERS, ROWS, VECTORS, VectorFile
+from kinlens.indexer.catalog.write import CatalogWriter
 from kinlens.indexer.exchange.objects import ObjectFolder
 from kinlens.indexer.exchange.published import (
     FILES,
@@ -45,10 +46,11 @@ from kinlens.indexer.exchange.published import (
 )
 from kinlens.indexer.folder.layout import DOWNLOADS, GalleryFolder, disk_errors_explained
 from kinlens.indexer.folder.manifest import write_manifest
+from kinlens.indexer.index.copies import Copies
 from kinlens.indexer.index.segment import MANIFEST as SEGMENT_MANIFEST
-from kinlens.indexer.index.segment import SEGMENTS, read_manifest
+from kinlens.indexer.index.segment import SEGMENTS, read_copies, read_manifest
 from kinlens.indexer.live.compaction import CATALOG, collect
-from kinlens.indexer.types import Ids, Progress
+from kinlens.indexer.types import Ids, Progress, find_sorted
 
 _LOCK = "LOCK"
 _CHECKED = "CHECKED"  # touched whenever the copy was found or made up to date
@@ -213,6 +215,11 @@ class Follower:
             if snapshot.segment is not None:
                 stack.enter_context(self._segment(generation, snapshot))
             with catalog.writing() as writer:
+                if snapshot.segment is not None:
+                    folder = generation / SEGMENTS / snapshot.segment
+                    copies = read_copies(folder, read_manifest(folder))
+                    if copies is not None:
+                        _complete(writer, file or writer.file, copies)
                 writer.adopt_segment(snapshot.segment, snapshot.segment_seq, file=file)
                 crash_point("follow: before adoption")
             crash_point("follow: after adoption")
@@ -234,7 +241,7 @@ class Follower:
         self, catalog: Catalog, generation: Path, snapshot: PublishedSnapshot
     ) -> Iterator[VectorFile]:
         """Create a vector file with the rows of the snapshot, and mark it as in use until the
-        catalogue names it. Rows of removed items are zero and never read.
+        catalogue names it. Rows of removed items are zero, and only read if they have copies.
         """
         manifest = snapshot.gallery
         folder = generation / VECTORS
@@ -297,6 +304,21 @@ class Follower:
         part.replace(path)
         self._on_progress(facts.bytes)
         return path
+
+
+def _complete(writer: CatalogWriter, file: VectorFile, copies: Copies) -> None:
+    """Write the vector of each content to its first row, which the index has.
+
+    The item of that row may have been removed, and its vector was not sent.
+    """
+    ids = file.row_ids.of(copies.rows)
+    is_there = find_sorted(ids, writer.live_ids()) >= 0
+    # The index in `rows` of the first item of each content that is there.
+    positions = np.where(is_there, np.arange(len(ids)), len(ids))
+    present = np.minimum.reduceat(positions, copies.starts)
+    is_lost = (present > copies.starts) & (present < len(ids))
+    file.write(ids[copies.starts[is_lost]], writer.vectors(ids[present[is_lost]]))
+    writer.has_written = True
 
 
 def checked_s(folder: Path) -> float | None:

@@ -135,6 +135,28 @@ def test_copies_are_the_original_after_any_changes_however_often_they_look(
             assert crasher.contents(follower.folder) == crasher.stored(original)
 
 
+@pytest.mark.parametrize("was_sent", [False, True])
+@pytest.mark.parametrize("keep_removed_s", [0.0, 86_400.0])
+def test_a_copy_finds_an_item_whose_equal_ones_were_removed_after_the_compaction(
+    original: Gallery, follower: Follower, address: str, was_sent: bool, keep_removed_s: float
+) -> None:
+    """The index has only the first of equal images, whose vector the copy may not have."""
+    follower.update()
+    equal = [entry(f"equal {n}", QUERIES[0], {"stock": n}, "one image") for n in range(3)]
+    original.add(equal)
+    if was_sent:
+        publish(original.path, address)
+        follower.update()
+    original.remove(["k0", "k1"])
+    original.compact(keep_removed_s=keep_removed_s)
+    original.remove(["equal 0", "equal 1"])
+    publish(original.path, address)
+    follower.update()
+    with contextlib.closing(Gallery.open(follower.folder)) as copy:
+        assert copy.search(QUERIES[:1], 1)[0][0].key == "equal 2"
+    check_same(original, follower.folder)
+
+
 @pytest.mark.parametrize(
     ("kind", "vector_type", "store"),
     [("flat", "fp32", "memory"), ("hnsw", "fp16", "file"), ("ivf-pq", "fp32", "file")],

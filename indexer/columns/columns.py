@@ -28,9 +28,9 @@ from kinlens.indexer.catalog.vectors import RowIds
 from kinlens.indexer.columns.values import (
     Values,
     from_arrays,
+    merged,
     packed,
     places_of,
-    spliced,
     to_arrays,
 )
 from kinlens.indexer.types import Ids
@@ -391,24 +391,17 @@ class Column:
         base = self.dictionary.values
         if self.codes - len(base) < at_least:
             return self
-        values, codes = self.later()
-        used = np.concatenate([[False], self.counts > 0])
-        kept, fresh = used[1 : len(base) + 1], used[codes]
-        values = [value for value, is_used in zip(values, fresh.tolist(), strict=True) if is_used]
-        places, _ = places_of(values, base, self.type)
-        sums = np.concatenate([[0], np.cumsum(kept)])
-        # The new code of a value is the number of kept and of inserted values up to it.
-        table = np.zeros(self.codes + 1, np.uint32)
-        table[1 : len(base) + 1] = sums[1:] + np.searchsorted(places, np.arange(len(base)), "right")
-        table[codes[fresh]] = sums[places] + np.arange(len(places)) + 1
-        sorted_ = spliced(base, kept, places, packed(values, self.type), self.type)
-        table = table.astype(np.min_scalar_type(len(sorted_)))
+        order = self.in_order()
+        order = order[self.counts[order - 1] > 0]
+        is_new = order > len(base)
+        new = packed([self.dictionary.value(code) for code in order[is_new].tolist()], self.type)
+        values = merged(base, order[~is_new] - 1, new, is_new, self.type)
+        table = np.zeros(self.codes + 1, np.min_scalar_type(len(order)))
+        table[order] = np.arange(1, len(order) + 1)
         chunks = [Chunk(table[chunk.codes], chunk.rows) for chunk in self.chunks]
-        counts = np.zeros(len(sorted_), np.int64)
-        counts[table[used.nonzero()[0]].astype(np.int64) - 1] = self.counts[used[1:]]
-        merged = Column(Dictionary(self.type, sorted_), chunks)
-        merged.counts = counts
-        return merged
+        found = Column(Dictionary(self.type, values), chunks)
+        found.counts = self.counts[order - 1]
+        return found
 
 
 @dataclass(frozen=True)

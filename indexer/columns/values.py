@@ -116,33 +116,34 @@ def packed(values: Sequence[Any], type_: AttributeType) -> Values:
     return list(values)
 
 
-def spliced(
+def merged(
     values: Values,
-    kept: NDArray[np.bool_],
-    positions: NDArray[np.int64],
+    kept: NDArray[np.int64],
     new: Values,
+    is_new: NDArray[np.bool_],
     type_: AttributeType,
 ) -> Values:
-    """Drop and insert values.
+    """Some of the values, and new ones.
 
-    kept: mask (V,) of the values to keep.
-    positions: the index of the value before which each of the `new` values (M,) is inserted,
-        ascending.
+    kept: the indices of the values to keep, ascending.
+    is_new: for each value of the result, whether it is one of the `new` ones.
     """
-    offsets = np.concatenate([[0], np.cumsum(kept)])[positions]  # among the kept values
     if isinstance(values, Texts) and isinstance(new, Texts):
-        data = values.data if kept.all() else values.data[np.repeat(kept, values.lengths)]
-        lengths = np.insert(values.lengths[kept], offsets, new.lengths)
-        is_new = np.repeat(np.insert(np.zeros(kept.sum(), np.bool_), offsets, True), lengths)
-        both = np.empty(len(is_new), np.uint8)
-        both[is_new], both[~is_new] = new.data, data
-        return Texts(both, np.cumsum(lengths))
+        lengths = np.empty(len(is_new), np.int64)
+        lengths[is_new], lengths[~is_new] = new.lengths, values.lengths[kept]
+        own = np.zeros(len(values), np.bool_)
+        own[kept] = True
+        is_new = np.repeat(is_new, lengths)
+        data = np.empty(len(is_new), np.uint8)
+        data[is_new], data[~is_new] = new.data, values.data[np.repeat(own, values.lengths)]
+        return Texts(data, np.cumsum(lengths))
     if isinstance(values, Numbers) and isinstance(new, Numbers):
-        own, others = _alike(values.array, new.array)
-        if own.dtype == others.dtype:
-            return Numbers(np.insert(own[kept], offsets, others))
-    rest = [value for value, is_kept in zip(values, kept.tolist(), strict=True) if is_kept]
-    return packed(sorted([*rest, *new]), type_)
+        ours, others = _alike(values.array, new.array)
+        if ours.dtype == others.dtype:
+            array = np.empty(len(is_new), ours.dtype)
+            array[is_new], array[~is_new] = others, ours[kept]
+            return Numbers(array)
+    return packed(sorted([*(values[index] for index in kept.tolist()), *new]), type_)
 
 
 def places_of(

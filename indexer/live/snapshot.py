@@ -445,10 +445,11 @@ class SnapshotKeeper:
         return columns
 
     def follow(self) -> None:
-        """Apply new writes to the columns, if they are in use, so that no search has to do it."""
-        if self._columns is not None:
+        """Apply new writes to what searches use, so that no search has to do it."""
+        if self._snapshot is not None:
             with contextlib.suppress(GalleryError), self.reading() as now:  # the next search raises
-                self.columns_of(now)
+                if self._columns is not None:
+                    self.columns_of(now)
 
     def checkpoint(self) -> None:
         """Store the columns if many items changed since their checkpoint. Raises: OSError."""

@@ -462,8 +462,8 @@ class VectorStore(Protocol):
         where, prefix: only items that match the filter and whose keys start with `prefix`.
         after: only items with higher ids; `total` and `last` of the page ignore it.
 
-        Raises: FilterError; InvalidParameterError for `after` with `sort_by`, and on Milvus for
-            `sort_by`.
+        Raises: FilterError; InvalidParameterError for `sort_by` with `after` or beyond 10,000
+            items; on Milvus, if more than 10,000 match.
         """
 
     def items(self) -> Iterator[Item]:
@@ -523,8 +523,8 @@ class VectorStore(Protocol):
         queries (Q, D) must also be that high: up to 1,000 such items are found by the index, more
         by comparing every item, as with `exact`. `distinct`, `offset` and the order are ignored.
 
-        Raises: InvalidParameterError for more than 8 attributes, and always on Milvus; FilterError
-            for an unknown attribute.
+        Raises: InvalidParameterError for more than 8 attributes, and on Milvus for more than 10,000
+            items; FilterError for an unknown attribute.
         """
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from datetime import UTC, datetime, timedelta
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,6 +71,8 @@ from kinlens.indexer.filters.text import Where
 from kinlens.indexer.filters.tree import In, check_attribute, check_boosted, check_grouped
 from kinlens.indexer.folder.manifest import GalleryFacts
 from kinlens.indexer.images import ItemImage, item_image
+from kinlens.indexer.live.attributes import Spread
+from kinlens.indexer.live.facets import checked_names, facet_of, facts_of_spread
 from kinlens.indexer.live.ranking import (
     Candidate,
     Fetch,
@@ -81,9 +83,9 @@ from kinlens.indexer.live.ranking import (
     check_options,
     check_search,
 )
+from kinlens.indexer.live.reader import MAX_SORTED, check_sorted
 from kinlens.indexer.live.rerank import reorder_of
 from kinlens.indexer.types import (
-    MAX_COUNTED_VALUES,
     AttributeFacts,
     Consistency,
     Entry,
@@ -102,7 +104,7 @@ from kinlens.indexer.types import (
     no_item,
     unobserved,
 )
-from kinlens.values import AttributeType, AttributeValue, Scalar
+from kinlens.values import AttributeValue, Scalar, values_in
 
 _NAME = re.compile(r"(?!.*_[0-9a-f]{12}$)[A-Za-z][A-Za-z0-9_]{0,63}")
 _SAMPLE = 10_000
@@ -314,7 +316,7 @@ class MilvusStore(VectorStore):
         sample = next(now.pages(now.condition(where), ["number", "attributes"], rows=_SAMPLE), [])
         given = [row["attributes"] for row in sample]
         return tuple(
-            _attribute_facts(name, kind, [each[name] for each in given if name in each])
+            facts_of_spread(name, kind, _spread(name, given))
             for name, kind in sorted(now.kinds.items())
         )
 
@@ -431,14 +433,12 @@ class MilvusStore(VectorStore):
         after: ItemId = -1,
         sort_by: SortBy | None = None,
     ) -> Page:
-        if sort_by is not None:
-            raise InvalidParameterError(
-                f"sort_by = {sort_by.attribute!r:.160}: the gallery is on Milvus, which "
-                "lists items by id only. Omit sort_by, or import the gallery into a folder."
-            )
         now = self._now()
-        keys = f"key >= {literal(prefix)} and key < {literal(prefix + chr(0x10FFFF))}"
-        condition = both(now.condition(where), keys if prefix else "")
+        condition = both(now.condition(where), _with_prefix(prefix))
+        if sort_by is not None:
+            check_sorted(offset, limit, after)
+            items = _sorted(now, condition, sort_by)
+            return Page(len(items), items[offset : offset + limit], None)
         total, end = now.count(condition), offset + limit
         if offset >= total:
             return Page(total, [], None)
@@ -489,11 +489,22 @@ class MilvusStore(VectorStore):
         [hits] = self.search(query[None], k, replace(options, exclude=options.exclude | numbers))
         return hits
 
-    def facets(self, names: Sequence[str], *_others: object, **_named: object) -> dict[str, Facet]:
-        raise InvalidParameterError(
-            f"facets = {', '.join(names):.160}: the gallery is on Milvus, which does not "
-            "count values. Omit facets, or import the gallery into a folder."
-        )
+    def facets(
+        self,
+        names: Sequence[str],
+        query: Embeddings | None = None,
+        options: SearchOptions | None = None,
+        prefix: str = "",
+    ) -> dict[str, Facet]:
+        options, names = options or SearchOptions(), checked_names(names)
+        now = self._now()
+        rows = _counted(now, query, options, _with_prefix(prefix), names)
+        given = [row["attributes"] for row in rows if int(row["number"]) not in options.exclude]
+        if not rows and not now.count():
+            return {name: Facet() for name in names}
+        for name in names:
+            check_attribute(name, now.kinds, "count")
+        return {name: facet_of(_spread(name, given), now.kinds[name]) for name in names}
 
     def close(self) -> None:
         self._connection.close()
@@ -640,13 +651,72 @@ def _fill(
     check_count(made, count)
 
 
-def _attribute_facts(name: str, kind: AttributeType, values: Sequence[Scalar]) -> AttributeFacts:
-    common = tuple(Counter(values).most_common(MAX_COUNTED_VALUES + 1))
-    if kind != "number":
-        return AttributeFacts(name, kind, common[:MAX_COUNTED_VALUES])
-    numbers = [float(value) for value in values]
-    few = common if len(common) <= MAX_COUNTED_VALUES else None
-    return AttributeFacts(name, kind, few, min(numbers, default=None), max(numbers, default=None))
+def _with_prefix(prefix: str) -> str:
+    """A condition that keys start with `prefix`; empty for every key."""
+    if not prefix:
+        return ""
+    return f"key >= {literal(prefix)} and key < {literal(prefix + chr(0x10FFFF))}"
+
+
+def _few(now: Collection, condition: str, what: str) -> list[Row]:
+    """The rows that match, by id. Milvus 2.3 neither sorts nor counts values, so they are read.
+
+    Raises: InvalidParameterError for more than `MAX_SORTED` of them.
+    """
+    total = now.count(condition)
+    if total > MAX_SORTED:
+        raise InvalidParameterError(
+            f"{what}: {total:,} items match; on Milvus at most {MAX_SORTED:,} are sorted or "
+            "counted. Narrow them with a filter, or import the gallery into a folder."
+        )
+    return list(chain.from_iterable(now.pages(condition, ITEM, total=total)))
+
+
+def _sorted(now: Collection, condition: str, order: SortBy) -> list[Item]:
+    """All items that match, sorted, ties by id."""
+    if now.kinds or now.count():
+        check_attribute(order.attribute, now.kinds, "sort by")
+    items = list(map(item_of, _few(now, condition, f"sort_by = {order.attribute!r:.160}")))
+    known = [item for item in items if order.attribute in item.attributes]
+    known.sort(key=lambda item: order.value_of(item.attributes), reverse=order.descending)
+    return known + [item for item in items if order.attribute not in item.attributes]
+
+
+def _counted(
+    now: Collection,
+    query: Embeddings | None,
+    options: SearchOptions,
+    keys: str,
+    names: Sequence[str],
+) -> Sequence[Row]:
+    """The rows whose values are counted."""
+    check_options(1, options)
+    condition, what = both(now.condition(options.where), keys), f"facets = {', '.join(names):.160}"
+    least = options.min_score
+    if least is None:
+        return _few(now, condition, what)
+    if query is None or not len(query):
+        raise InvalidParameterError(
+            f"Facets with min_score need a query. Give an array of shape (Q, {now.facts.dim})."
+        )
+    query = _checked(now, query, 1, options)
+    found = now.search(query, MAX_SORTED + 1, condition, options.effort, options.exact)
+    near = [row["entity"] for best in found for row in best if row["distance"] >= least]
+    rows = {int(row["number"]): row for row in near}
+    if len(rows) > MAX_SORTED:
+        raise InvalidParameterError(
+            f"{what}: more than {MAX_SORTED:,} items have a score of {least}, which cannot be "
+            "counted on Milvus. Increase min_score, or import the gallery into a folder."
+        )
+    return [*rows.values()]
+
+
+def _spread(name: str, given: Sequence[Mapping[str, AttributeValue]]) -> Spread:
+    """The value counts of an attribute over items with these attributes."""
+    counts = Counter(value for each in given for value in values_in(each.get(name)))
+    values: list[Any] = sorted(counts)
+    missing = sum(name not in each for each in given)
+    return Spread(values, np.array([counts[value] for value in values], np.int64), {}, missing)
 
 
 def _possible(ids: Iterable[ItemId]) -> list[ItemId]:

@@ -50,7 +50,11 @@ def facts_of(
     """The value statistics of an attribute of this type over the selected items."""
     if attributes.is_nearly_unique(name):
         return AttributeFacts(name, type_, None)
-    spread = attributes.spread(name, selected)
+    return facts_of_spread(name, type_, attributes.spread(name, selected))
+
+
+def facts_of_spread(name: str, type_: AttributeType, spread: Spread) -> AttributeFacts:
+    """The value statistics of an attribute of this type with these values."""
     if type_ != "number":
         return AttributeFacts(name, type_, _most_frequent(spread))
     minimum, maximum = spread.ends() or (None, None)

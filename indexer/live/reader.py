@@ -121,15 +121,7 @@ class GalleryReader(Searcher):
         after: ItemId,
         sort_by: SortBy,
     ) -> Page:
-        if after >= 0:
-            raise InvalidParameterError(
-                f"after = {after} requires the order of item ids. Omit after or sort_by."
-            )
-        if offset + limit > MAX_SORTED:
-            raise InvalidParameterError(
-                f"offset + limit = {offset + limit:,}; at most {MAX_SORTED:,} items are sorted. "
-                "Narrow the list with a filter, or omit sort_by."
-            )
+        check_sorted(offset, limit, after)
         with self._snapshots.reading() as now:
             check_attribute(sort_by.attribute, now.view.schema(), "sort by")
             attributes = self._attributes_of(now)
@@ -276,6 +268,19 @@ class GalleryReader(Searcher):
         """A separate connection for generators, which may end early or overlap with searches."""
         with catalog_view(self.generation_folder / CATALOG) as view:
             yield view
+
+
+def check_sorted(offset: int, limit: int, after: ItemId) -> None:
+    """Raise InvalidParameterError for a page that cannot be sorted by an attribute."""
+    if after >= 0:
+        raise InvalidParameterError(
+            f"after = {after} requires the order of item ids. Omit after or sort_by."
+        )
+    if offset + limit > MAX_SORTED:
+        raise InvalidParameterError(
+            f"offset + limit = {offset + limit:,}; at most {MAX_SORTED:,} items are sorted. "
+            "Narrow the list with a filter, or omit sort_by."
+        )
 
 
 def _entries(items: Sequence[Item], vectors: Embeddings) -> list[Entry]:

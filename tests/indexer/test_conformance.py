@@ -832,6 +832,36 @@ def test_weaker_consistency_levels_see_writes_eventually(store, milvus_server) -
 
 
 @milvus_alone
+def test_facets_and_sorted_pages_are_those_of_a_folder(store, gallery, monkeypatch) -> None:
+    names, query = ["colour", "price", "sale", "sku"], units(2, seed=9)
+    assert store.facets(["sku"]) == gallery.facets(["sku"])
+    for one in (store, gallery):
+        one.add(shop(60))
+    for where, prefix in product(
+        (None, Equals("colour", "red"), Equals("price", 99)), ("", "key1")
+    ):
+        for least in (None, 0.1):
+            options = SearchOptions(where=where, min_score=least)
+            given = names, query, options, prefix
+            assert store.facets(*given) == gallery.facets(*given)
+        for order in (SortBy("price"), SortBy("colour", descending=True)):
+            pages = [one.page(3, 40, where, prefix, sort_by=order) for one in (store, gallery)]
+            values = [[order.value_of(item.attributes) for item in page.items] for page in pages]
+            assert (pages[0].total, values[0]) == (pages[1].total, values[1])
+    everything = store.page(0, 60, sort_by=SortBy("sku")).items
+    assert {item.key for item in everything} == {e.key for e in shop(60)}
+    monkeypatch.setattr("kinlens.indexer.exchange.milvus.MAX_SORTED", 50)
+    for call in (
+        lambda: store.facets(names),
+        lambda: store.facets(names, query, SearchOptions(min_score=-1.0)),
+        lambda: store.page(0, 5, sort_by=SortBy("price")),
+    ):
+        with pytest.raises(InvalidParameterError, match=r"(60|more than 50) items.* Milvus"):
+            call()
+    assert store.facets(["sku"], options=SearchOptions(where=Equals("sale", True)))
+
+
+@milvus_alone
 def test_what_a_gallery_on_milvus_does_not_support_is_refused_by_name(store: MilvusStore) -> None:
     store.add(shop(20))
     version = store.version
@@ -839,8 +869,6 @@ def test_what_a_gallery_on_milvus_does_not_support_is_refused_by_name(store: Mil
     several = "has several values, which a gallery on Milvus does not store"
     refused: list[tuple[str, Callable[[], object]]] = [
         (f"'sizes' of 'a' {several}", lambda: store.add([entry("a", QUERY[0], {"sizes": ["S"]})])),
-        (r"'price'.*lists items by id only", lambda: store.page(0, 5, sort_by=SortBy("price"))),
-        (r"facets = colour: .* is on Milvus", lambda: store.facets(["colour"])),
         (r"16,385.*16,384", lambda: store.search(QUERY, 16_000, SearchOptions(offset=385))),
         ("distinct = true", lambda: store.search(QUERY, 3, SearchOptions(near=0.9))),
         ("needs from and to", lambda: store.search(QUERY, 5, SearchOptions(boost=boost))),

@@ -1,5 +1,7 @@
 """kinlens-serve: serve galleries over HTTP; check a setup; manage keys, jobs, audit, backups."""
 
+import gc
+import os
 import sys
 
 from kinlens.environment import isolate
@@ -9,10 +11,15 @@ from kinlens.service.encoding import spawn
 def main() -> None:
     """Run the command line."""
     isolate()
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "1")  # it looks through all packages for them
     spawn.prepare(sys.argv[1:])  # it imports the libraries of models while this process imports
-    from kinlens.service.commands.program import app
+    gc.disable()  # imported objects stay, so a search for garbage finds none
+    from kinlens.service.commands import without_service
 
-    app()
+    if not without_service.NAMES & {*sys.argv[1:2]}:
+        from kinlens.service.commands import program  # noqa: F401  it adds the other commands
+    gc.enable()
+    without_service.app()
 
 
 if __name__ == "__main__":

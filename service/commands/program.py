@@ -6,25 +6,16 @@ from kinlens.installs import missing_package
 require_faiss("kinlens-serve")
 
 try:
-    import typer
-
-    from kinlens.embedder.programs.console import Commands
-    from kinlens.service.commands import backup, check, feedback, keys, serve, settings
+    from kinlens.service.commands import backup, check, feedback, serve
+    from kinlens.service.commands.without_service import app
 except ModuleNotFoundError as missing:
     raise SystemExit(missing_package("kinlens-serve", missing, "cpu", "gpu")) from None
-
-app = typer.Typer(
-    cls=Commands, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
-)
 
 _EXAMPLE = "Example: kinlens-serve --bundle bundles/shop --gallery shop=galleries/shop"
 
 app.callback(invoke_without_command=True, epilog=_EXAMPLE)(serve.serve)
 app.command()(check.check)
-app.command(epilog=settings.EXAMPLE)(settings.settings)
 app.command()(serve.work)
 app.command(epilog=backup.BACKUP_EXAMPLE)(backup.backup)
 app.command(epilog=backup.RESTORE_EXAMPLE)(backup.restore)
-app.command()(keys.audit)
 app.add_typer(feedback.app, name="feedback")
-app.add_typer(keys.app, name="keys")

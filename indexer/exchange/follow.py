@@ -14,7 +14,6 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -50,7 +49,7 @@ from kinlens.indexer.index.copies import Copies
 from kinlens.indexer.index.segment import MANIFEST as SEGMENT_MANIFEST
 from kinlens.indexer.index.segment import SEGMENTS, read_copies, read_manifest
 from kinlens.indexer.live.compaction import CATALOG, collect
-from kinlens.indexer.types import Ids, Progress, find_sorted
+from kinlens.indexer.types import Ids, find_sorted
 
 _LOCK = "LOCK"
 _CHECKED = "CHECKED"  # touched whenever the copy was found or made up to date
@@ -66,18 +65,16 @@ class Follower:
         self._store = ObjectFolder(address)
         self._gallery = GalleryFolder(folder)
         self._downloads = folder / DOWNLOADS
-        self._on_progress: Progress = lambda _: None
 
     @property
     def has_copy(self) -> bool:
         """Whether an earlier snapshot can be searched."""
         return self._gallery.current_name() is not None
 
-    def update(self, *, wait: bool = False, on_progress: Progress | None = None) -> bool:
+    def update(self, *, wait: bool = False) -> bool:
         """Bring the copy to the newest snapshot; returns whether it changed.
 
         Only one process updates at a time. The others return False, or `wait` for their turn.
-        `on_progress` is called with the bytes of each download.
 
         Raises: GalleryNotFoundError if nothing was published; GalleryCorruptError; GalleryError if
             the folder has a gallery that is not a copy, or the address does not respond;
@@ -88,7 +85,6 @@ class Follower:
                 f"{self.folder} has a gallery that is not a copy; a copy of {self.address} would "
                 "replace it. Use another folder for copies."
             )
-        self._on_progress = on_progress or (lambda _: None)
         with disk_errors_explained(self.folder), contextlib.ExitStack() as stack:
             make_folder(self._downloads, "follow")
             is_locked = stack.enter_context(exclusive(self._downloads / _LOCK, wait=wait))
@@ -132,12 +128,9 @@ class Follower:
             write_manifest(stage, manifest)
             (stage / SEGMENTS).mkdir()
             Catalog.create(stage / CATALOG, manifest.dim, manifest.vector_type)
-            with (
-                contextlib.closing(Catalog.open(stage / CATALOG, writable=True)) as catalog,
-                self._vectors(catalog, stage, snapshot) as file,
-                catalog.writing() as writer,
-            ):
-                writer.adopt_segment(None, 0, file=file)
+            with contextlib.closing(Catalog.open(stage / CATALOG, writable=True)) as catalog:
+                nothing = {"segment": None, "segment_seq": 0}
+                self._adopt(catalog, snapshot.model_copy(update=nothing), stage)
             self._advance(snapshot, stage)
             self._gallery.publish(stage, manifest.generation)
 
@@ -153,16 +146,17 @@ class Follower:
                 )
             if now.segment != snapshot.segment:
                 self._check_segment(snapshot)
+            has_new_base = (*now.base, vectors) != snapshot.base
             if now.seq < snapshot.seq:
                 self._apply(catalog, snapshot, now.seq)
-            if (*now.base, vectors) != snapshot.base:
+            if has_new_base:
                 catalog.shrink()  # before the adoption, so that it is repeated after a kill
                 self._adopt(catalog, snapshot, generation)
-            elif now.seq == snapshot.seq:
-                return self._copy_files(snapshot, generation)
-            self._copy_files(snapshot, generation)
-        collect(generation)
-        return True
+            has_changed = now.seq < snapshot.seq or has_new_base
+            has_changed |= self._copy_files(snapshot, generation)
+        if has_changed:
+            collect(generation)
+        return has_changed
 
     def _apply(self, catalog: Catalog, snapshot: PublishedSnapshot, seq: int) -> None:
         """Write the rows and tombstones of the snapshot, under the present segment."""
@@ -206,14 +200,23 @@ class Follower:
 
     def _adopt(self, catalog: Catalog, snapshot: PublishedSnapshot, generation: Path) -> None:
         """Switch to the segment and the vector file of the snapshot."""
-        with contextlib.ExitStack() as stack:
-            with catalog.reading() as view:
-                has_vectors = view.file_name == snapshot.vectors
-            file = None
+        file = None
+        with catalog.reading() as view:
+            has_vectors = view.file_name == snapshot.vectors
+        with contextlib.ExitStack() as stack:  # stages are in use until the catalogue names them
             if not has_vectors:
-                file = stack.enter_context(self._vectors(catalog, generation, snapshot))
+                make_folder(generation / VECTORS, "vectors")
+                stage = stack.enter_context(staged(generation / VECTORS))
+                self._write_vectors(stage, catalog, snapshot)
+                _move(stage, generation / VECTORS / snapshot.vectors)
+                file = VectorFile.open(
+                    generation / VECTORS / snapshot.vectors, snapshot.gallery.dim
+                )
             if snapshot.segment is not None:
-                stack.enter_context(self._segment(generation, snapshot))
+                stage = stack.enter_context(staged(generation / SEGMENTS))
+                for name, facts in snapshot.segment_files.items():
+                    os.link(self._download(facts), stage / name)
+                _move(stage, generation / SEGMENTS / snapshot.segment)
             with catalog.writing() as writer:
                 if snapshot.segment is not None:
                     folder = generation / SEGMENTS / snapshot.segment
@@ -224,40 +227,18 @@ class Follower:
                 crash_point("follow: before adoption")
             crash_point("follow: after adoption")
 
-    @contextlib.contextmanager
-    def _segment(self, generation: Path, snapshot: PublishedSnapshot) -> Iterator[None]:
-        """Copy the segment of the snapshot, and mark it as in use until the catalogue names it."""
-        folder = generation / SEGMENTS
-        files = {name: self._download(facts) for name, facts in snapshot.segment_files.items()}
-        with staged(folder) as stage:
-            for name, file in files.items():
-                os.link(file, stage / name)
-            sync_tree(stage, "segment")
-            _move(stage, folder / str(snapshot.segment))
-            yield
-
-    @contextlib.contextmanager
-    def _vectors(
-        self, catalog: Catalog, generation: Path, snapshot: PublishedSnapshot
-    ) -> Iterator[VectorFile]:
-        """Create a vector file with the rows of the snapshot, and mark it as in use until the
-        catalogue names it. Rows of removed items are zero, and only read if they have copies.
+    def _write_vectors(self, stage: Path, catalog: Catalog, snapshot: PublishedSnapshot) -> None:
+        """Write a vector file with the rows of the snapshot. Those of removed items are zero, and
+        only read if they have copies.
         """
-        manifest = snapshot.gallery
-        folder = generation / VECTORS
-        make_folder(folder, "vectors")
-        with staged(folder) as stage:
-            np.save(stage / NUMBERS, self._ids(snapshot.row_numbers))
-            (stage / ROWS[manifest.vector_type]).touch()
-            file = VectorFile(stage, manifest.dim)
-            file.lengthen(file.last)
-            with catalog.reading() as view:
-                for ids, vectors in view.iter_vectors():
-                    is_before = ids <= file.last
-                    file.write(ids[is_before], vectors[is_before])
-            sync_tree(stage, "vectors")
-            _move(stage, folder / snapshot.vectors)
-            yield VectorFile.open(folder / snapshot.vectors, manifest.dim)
+        np.save(stage / NUMBERS, self._ids(snapshot.row_numbers))
+        (stage / ROWS[snapshot.gallery.vector_type]).touch()
+        file = VectorFile(stage, snapshot.gallery.dim)
+        file.lengthen(file.last)
+        with catalog.reading() as view:
+            for ids, vectors in view.iter_vectors():
+                is_before = ids <= file.last
+                file.write(ids[is_before], vectors[is_before])
 
     def _copy_files(self, snapshot: PublishedSnapshot, generation: Path) -> bool:
         """Copy the other files of a generation; returns whether one changed."""
@@ -302,7 +283,6 @@ class Follower:
                 "its name. Publish the gallery to another address."
             )
         part.replace(path)
-        self._on_progress(facts.bytes)
         return path
 
 
@@ -343,7 +323,8 @@ def _has(path: Path, facts: FileFacts) -> bool:
         return False
 
 
-def _move(stage: Path, target: Path) -> None:
-    if target.exists():  # from an update that was interrupted before the catalogue named it
-        discard(target)
-    rename(stage, target, "follow")
+def _move(stage: Path, folder: Path) -> None:
+    sync_tree(stage, folder.parent.name)
+    if folder.exists():  # from an update that was interrupted before the catalogue named it
+        discard(folder)
+    rename(stage, folder, "follow")

@@ -238,7 +238,7 @@ class _Publication:
             pictures=self._with_images,
         )
         self._upload_waiting()
-        if last is None or _content(last) != _content(snapshot) or _expired(last):
+        if last is None or last.expired or not snapshot.equals(last):
             self._replace(snapshot)
         return PublishReport(
             address=self._store.address,
@@ -419,7 +419,7 @@ class _Publication:
         crash_point("publish: before snapshot")
         self._store.write(SNAPSHOT, snapshot.model_dump_json(indent=1).encode())
         crash_point("publish: after snapshot")
-        for name in _expired(snapshot):
+        for name in snapshot.expired:
             with contextlib.suppress(Exception):
                 self._store.remove(f"{OBJECTS}/{name}")
 
@@ -427,14 +427,3 @@ class _Publication:
 def _changed(view: CatalogView, since: int) -> Ids:
     """The ids of items added or changed after a write, ascending."""
     return view.changed_since(since) if since else view.live_ids()
-
-
-def _content(snapshot: PublishedSnapshot) -> PublishedSnapshot:
-    """A snapshot without its times."""
-    return snapshot.model_copy(update={"published_at": "", "retired": {}})
-
-
-def _expired(snapshot: PublishedSnapshot) -> list[str]:
-    """The retired objects whose grace period is over."""
-    oldest = time.time() - snapshot.grace_s
-    return [name for name, at in snapshot.retired.items() if at < oldest]

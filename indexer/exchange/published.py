@@ -1,6 +1,7 @@
 """What a publication writes at its address: snapshots, their deltas, and how they are read."""
 
 import contextlib
+import time
 from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
@@ -114,9 +115,15 @@ class PublishedSnapshot(Owner, frozen=True, extra="forbid"):
         return self.segment, self.segment_seq, self.vectors
 
     @property
-    def grace_s(self) -> float:
-        """Time for which followers may still need the objects of earlier snapshots."""
-        return RETIRED_S + sum(facts.bytes for facts in self._facts()) / _SLOWEST
+    def expired(self) -> list[str]:
+        """The retired objects that followers do not need any more."""
+        oldest = time.time() - RETIRED_S - sum(facts.bytes for facts in self._facts()) / _SLOWEST
+        return [name for name, at in self.retired.items() if at < oldest]
+
+    def equals(self, other: "PublishedSnapshot") -> bool:
+        """Whether both are equal to a follower."""
+        times = {"published_at": other.published_at, "retired": other.retired}
+        return self.model_copy(update=times) == other
 
     def objects(self) -> set[str]:
         """The sha256 of each object of the snapshot."""

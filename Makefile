@@ -60,13 +60,14 @@ demo-grocery: $(VENV)/.training  ## Groceries as a shop: ROOT=/data/GroceryStore
 	$(DEMO) grocery $(SET_FLAGS)
 
 TEST_PROCESSES ?= 4
+STATIC = tests/test_architecture.py tests/test_words.py tests/test_site.py
 
 test: $(VENV)/.dev  ## All tests but the long ones and those of make check, in TEST_PROCESSES=4 processes
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --durations 10 \
-	  --ignore tests/test_architecture.py
+	  $(STATIC:%=--ignore %)
 
 soak: $(VENV)/.dev  ## The long forms of the tests under load: HOURS=1
-	KINLENS_LONG_TESTS=1 $(BIN)/pytest tests/http/test_schemathesis.py \
+	KINLENS_LONG_TESTS=1 $(BIN)/pytest tests/ui tests/http/test_schemathesis.py \
 	  tests/http/galleries/test_live_writes.py tests/promises/test_bar.py tests/units/test_decoding.py \
 	  tests/promises/test_quiet_machine.py tests/training/losses/test_laws.py --timeout 3600
 	KINLENS_LONG_TESTS=1 $(BIN)/pytest -m long --timeout 3600
@@ -79,11 +80,11 @@ scale-check: $(VENV)/.dev  ## Replicas over a real Milvus, Redis and HAProxy: wr
 mutations: $(VENV)/.dev  ## Break the product on purpose: do the tests notice? NAMES="recall redis"
 	$(BIN)/python -m tests.long.mutations $(NAMES)
 
-check: $(VENV)/.dev  ## Format, lint, types, architecture
+check: $(VENV)/.dev  ## Format, lint, types, architecture, words, documentation site
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/pytest -q tests/test_architecture.py
+	$(BIN)/pytest -q $(STATIC)
 
 $(VENV)/.docs: $(VENV)/.training
 	$(PIP) --quiet --group docs --editable '.[cpu,training]'

@@ -40,7 +40,6 @@ LONGEST_FIRST = (
     "training/test_from_bundle.py",
     "tests/test_demos.py",
     "indexer/test_gpu.py",
-    "tests/test_site.py",
     "load/test_servers.py",
     "load/test_stuck_files.py",
     "tests/test_installs.py",

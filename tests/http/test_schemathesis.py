@@ -23,7 +23,7 @@ from tests.support.seams import KeyStore
 from tests.tiny import encoded, photo
 
 LONG = bool(os.environ.get("KINLENS_LONG_TESTS"))
-PHASES = "examples,coverage" + (",fuzzing,stateful" if LONG else "")
+PHASES = "examples,fuzzing" + (",coverage,stateful" if LONG else "")
 EXAMPLES = 150 if LONG else 5
 SEEDS = (5, 6, 7) if LONG else (5,)
 PHOTO = encoded(photo(0))

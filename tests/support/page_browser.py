@@ -22,10 +22,12 @@ from playwright.sync_api import Browser, ConsoleMessage, Page, Route, expect, sy
 from tests.support.page_shop import Shop
 
 AXE = (Path(axe_playwright_python.__file__).parent / "axe.min.js").read_text(encoding="utf-8")
+LONG = bool(os.environ.get("KINLENS_LONG_TESTS"))
 RULES = {
     "light": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"],
-    "dark": ["color-contrast"],  # colours are all that the dark page has of its own
 }
+if LONG:
+    RULES["dark"] = ["color-contrast"]  # colours are all that the dark page has of its own
 RUN_AXE = """async ([part, runOnly]) => (await axe.run(
         { include: part, exclude: "[data-testid=card]:nth-of-type(n+5)" },  // more of the same
         { runOnly, resultTypes: ["violations"], selectors: false })).violations
@@ -38,7 +40,7 @@ SMALL_TARGETS = """() => [...document.querySelectorAll(
     .filter(([, { width, height }]) => width > 1 && (width < 43.5 || height < 43.5))
     .map(([node, { width, height }]) => `${node.outerHTML.slice(0, 80)} ${width} x ${height}`)"""
 FITS = "document.scrollingElement.scrollWidth <= innerWidth"
-WIDTHS_PX = (320, 360, 768, 1024, 1920)
+WIDTHS_PX = (320, 360, 768, 1024, 1920) if LONG else (320, 1024)
 PHONE: dict[str, Any] = {
     "viewport": {"width": 360, "height": 740},
     "has_touch": True,
@@ -62,6 +64,7 @@ OPTIONS = [
     "--use-fake-ui-for-media-stream",
     "--process-per-site",
 ]
+STILL: dict[str, Any] = {"reduced_motion": "reduce"}  # to draw motion takes much of a core
 STOP_S = 20.0
 WAIT_MS = 20_000
 OpenPage = Callable[..., Page]
@@ -86,7 +89,7 @@ def browser() -> Iterator[Browser]:
     expect.set_options(timeout=WAIT_MS)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=OPTIONS)
-        browser.new_context().new_page()
+        browser.new_context(**STILL).new_page()
         yield browser
         browser.close()
 
@@ -117,7 +120,7 @@ def opening(
         reduced_motion: Any = None,
         **settings: Any,
     ) -> Page:
-        page = (browser.new_context(**settings) if settings else shared).new_page()
+        page = (browser.new_context(**STILL | settings) if settings else shared).new_page()
         opened.append(page)
         page.set_default_timeout(WAIT_MS)
         if color_scheme or reduced_motion:
@@ -253,8 +256,8 @@ def tab_to(page: Page, test_id: str, limit: int = 40) -> None:
 
 
 def violations(page: Page, part: str = "html") -> list[str]:
-    """What axe-core finds wrong with the page, or a part, as it is now, in light and in dark;
-    without motion, since it would meet colours on their way.
+    """What axe-core finds wrong with the page, or a part, as it is now, in light, and in a long run
+    also in dark; without motion, since it would meet colours on their way.
     """
     found: list[str] = []
     if not page.evaluate("'axe' in window"):

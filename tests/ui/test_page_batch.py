@@ -77,7 +77,6 @@ def test_several_images_can_be_one_search(shop_page: Page, fake_shop: Shop) -> N
     assert sorted(names) == ["mug/000.png", "mug/001.png", "mug/002.png"]
     assert found.all_inner_texts()[:3] == [f"Photo {int(name[4:7]) + 1}" for name in names]
     expect(found).to_have_count(20)
-    assert faults(shop_page) == []
     # The service takes neither votes nor another order with it.
     expect(shop_page.get_by_test_id("like")).to_have_count(0)
     expect(shop_page.get_by_test_id("order-field")).to_be_hidden()

@@ -9,12 +9,12 @@ from playwright.sync_api import Locator, Page, expect
 from tests.support.page_browser import (
     PHONE,
     OpenPage,
-    faults,
     judge,
     keys,
     search_with_card,
     searched,
     settled,
+    violations,
 )
 from tests.support.page_shop import Shop
 
@@ -153,7 +153,7 @@ def test_absence_is_prominent_from_a_chance_of_half(open_shop: OpenPage, fake_sh
     expected = "Probably not here: 62% chance that none of the 4 groups is right"
     expect(chance).to_have_text(expected)
     expect(chance).to_have_class(re.compile("likely"))
-    assert faults(results) == []
+    assert violations(results) == []
     search_with_card(results, 0)  # which does not find itself, so all have a lower score
     results.get_by_test_id("min-score").fill("1")
     expect(results.get_by_test_id("empty")).to_be_visible()

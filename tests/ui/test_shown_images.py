@@ -3,6 +3,7 @@
 import base64
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 from playwright.sync_api import Browser
 
@@ -36,6 +37,7 @@ _OTHERS = (
 )
 
 
+@pytest.mark.long
 def test_each_encoding_has_the_pixels_that_a_browser_shows(browser: Browser) -> None:
     files = {
         image.name: image.data

@@ -216,7 +216,14 @@ def test_files_that_hang_stop_neither_other_routes_nor_the_end(
         assert client.post("/search", files=search).status_code == 200
 
 
-@pytest.mark.parametrize("place", ["shop/CURRENT", "state/feedback.sqlite", "state/audit.jsonl"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "shop/CURRENT",
+        pytest.param("state/feedback.sqlite", marks=pytest.mark.long),
+        pytest.param("state/audit.jsonl", marks=pytest.mark.long),
+    ],
+)
 def test_every_route_answers_while_a_file_that_many_read_hangs(
     place: str, tmp_path: Path, tiny_settings: dict[str, Any]
 ) -> None:

@@ -2,16 +2,13 @@
 
 import math
 from collections.abc import Callable
+from importlib import import_module
+from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from pytorch_metric_learning import losses as reference
-from pytorch_metric_learning.distances import CosineSimilarity
-from pytorch_metric_learning.miners import BatchHardMiner, MultiSimilarityMiner
-from pytorch_metric_learning.reducers import MeanReducer
-from pytorch_metric_learning.regularizers import SparseCentersRegularizer
 from torch.nn import functional as F
 
 from kinlens.training.losses.base import MetricLoss
@@ -127,7 +124,9 @@ def test_a_loss_is_the_formula_of_its_paper(
     assert value(loss, embeddings, labels).item() == pytest.approx(expected, rel=1e-7)
 
 
-COSINE = CosineSimilarity()
+def peer(part: str) -> ModuleType:
+    """A module of pytorch-metric-learning, whose import takes seconds: not for each process."""
+    return import_module(f"pytorch_metric_learning.{part}")
 
 
 def with_proxies(theirs: torch.nn.Module, ours: MetricLoss) -> torch.nn.Module:
@@ -141,8 +140,11 @@ def with_proxies(theirs: torch.nn.Module, ours: MetricLoss) -> torch.nn.Module:
 def test_losses_of_triplets_equal_those_of_pytorch_metric_learning() -> None:
     """Its defaults are unsquared distances and a mean over the terms above 0."""
     x, y = batch(30)
-    triplets = reference.TripletMarginLoss(0.1, distance=COSINE, reducer=MeanReducer())
-    mined = BatchHardMiner(distance=COSINE)(x, y)
+    reference, cosine = peer("losses"), peer("distances").CosineSimilarity()
+    triplets = reference.TripletMarginLoss(
+        0.1, distance=cosine, reducer=peer("reducers").MeanReducer()
+    )
+    mined = peer("miners").BatchHardMiner(distance=cosine)(x, y)
     torch.testing.assert_close(value(make("triplet all"), x, y), triplets(x, y))
     torch.testing.assert_close(value(make("triplet hard"), x, y), triplets(x, y, mined))
     torch.manual_seed(3)
@@ -160,18 +162,20 @@ def test_losses_of_triplets_equal_those_of_pytorch_metric_learning() -> None:
 def test_losses_of_pairs_equal_those_of_pytorch_metric_learning() -> None:
     x, y = batch(30)
     y[0] = y[1]  # without positives, it takes the logarithm of their sum for 0 instead of -inf
-    lifted = reference.GeneralizedLiftedStructureLoss(0, 0.5, distance=COSINE)
+    reference, cosine = peer("losses"), peer("distances").CosineSimilarity()
+    lifted = reference.GeneralizedLiftedStructureLoss(0, 0.5, distance=cosine)
     torch.testing.assert_close(value(make("lifted_structure all"), x, y), lifted(x, y))
     similar = reference.MultiSimilarityLoss(alpha=2, beta=50, base=0.5)
     torch.testing.assert_close(value(make("multi_similarity all"), x, y), similar(x, y))
-    mined = MultiSimilarityMiner(epsilon=0.1)(x, y)
+    mined = peer("miners").MultiSimilarityMiner(epsilon=0.1)(x, y)
     torch.testing.assert_close(value(make("multi_similarity"), x, y), similar(x, y, mined))
 
 
 def test_losses_with_proxies_equal_those_of_pytorch_metric_learning() -> None:
     x, y = batch()
-    sizes = (CLASSES, DIM)
-    regularizer = SparseCentersRegularizer(CLASSES, 3)  # without it no term that joins centres
+    reference, sizes = peer("losses"), (CLASSES, DIM)
+    # Without it no term that joins centres.
+    regularizer = peer("regularizers").SparseCentersRegularizer(CLASSES, 3)
     softly = {"la": 20, "gamma": 0.1, "margin": 0.1, "weight_regularizer": regularizer}
     softly |= {"centers_per_class": 3, "weight_reg_weight": 0.2}
     for ours, theirs in (

@@ -137,7 +137,8 @@ if how == "full disk":
 elif how == "no reader":
     os.dup2(os.open(into, os.O_WRONLY | os.O_CREAT), 2)
 else:
-    time.sleep(0.2)
+    while select.select([], [end], [], 0)[1]:  # until the pipe is full
+        time.sleep(0.01)
     with open(into, "wb") as kept:
         seen = b""
         while seen.count(b"before") < 200:

@@ -141,27 +141,42 @@ def lock_folder(folder: Path) -> int:
     """Mark a folder as being read, until the returned descriptor is closed. Raises: OSError."""
     descriptor = os.open(folder, os.O_RDONLY)
     with contextlib.suppress(OSError):  # file system without locks: pruning then does not wait
-        fcntl.flock(descriptor, fcntl.LOCK_SH)  # may block briefly, while `in_use` has the lock
+        fcntl.flock(descriptor, fcntl.LOCK_SH)  # blocks while `sweep` removes it
     return descriptor
+
+
+@contextlib.contextmanager
+def _unused(folder: Path) -> Iterator[bool]:
+    """Whether no process reads this folder. Then none begins to, until the block ends."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        yield _has_locked(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _has_locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def in_use(folder: Path) -> bool:
     """Whether a process reads this folder."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
+    with _unused(folder) as is_unused:
+        return not is_unused
 
 
 def sweep(parent: Path, prefix: str = _STAGE) -> None:
     """Remove the remains of interrupted writes and removals below `parent`. Raises: OSError."""
     for stage in parent.iterdir():
-        with contextlib.suppress(OSError):  # another process may remove it at the same time
-            if not stage.name.startswith(prefix) or in_use(stage):
+        if not stage.name.startswith(prefix):
+            continue
+        # Another process may remove it at the same time.
+        with contextlib.suppress(OSError), _unused(stage) as is_unused:
+            if not is_unused:
                 continue
             if stage.is_dir():
                 shutil.rmtree(stage, ignore_errors=True)
@@ -175,14 +190,24 @@ def staged(parent: Path, prefix: str = _STAGE) -> Iterator[Path]:
     renamed. Remains of interrupted writes with this prefix are removed first. Raises: OSError.
     """
     sweep(parent, prefix)
-    stage = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-    descriptor = lock_folder(stage)
+    stage, descriptor = _new_stage(parent, prefix)
     try:
         stage.chmod(0o755)
         yield stage
     finally:
         os.close(descriptor)
         shutil.rmtree(stage, ignore_errors=True)
+
+
+def _new_stage(parent: Path, prefix: str) -> tuple[Path, int]:
+    """A new folder and the descriptor of its lock."""
+    while True:
+        stage = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        with contextlib.suppress(FileNotFoundError):  # `sweep` may remove it before it is locked
+            descriptor = lock_folder(stage)
+            if stage.exists():
+                return stage, descriptor
+            os.close(descriptor)
 
 
 def is_stage(folder: Path) -> bool:

@@ -500,21 +500,27 @@ class SnapshotKeeper:
                 self._next = Snapshot.load(view, state, segment)
         following = self._next
         if following is not None and following.base == state.base:
-            if state.is_before(following.state):
+            if current is not None and current.base == state.base:
+                self._next = None  # two threads have opened it; cached masks are of the first
+            elif state.is_before(following.state):
                 return None
-            current, self._next = following, None
+            else:
+                current, self._next = following, None
         elif following is not None and following.state.is_before(state):
             self._next = None  # a later compaction has replaced it
         assert current is not None
         if current.state != state:
             current = current.advanced(view, state)
-        if current.size != state.size:
-            raise GalleryCorruptError(
-                f"The index of {self.generation} has {current.size:,} items, the catalogue counts "
-                f"{state.size:,}: it is damaged. Restore a backup: kinlens-index restore."
-            )
+        self._check_size(current)
         self._snapshot = current
         return current
+
+    def _check_size(self, snapshot: Snapshot) -> None:
+        if snapshot.size != snapshot.state.size:
+            raise GalleryCorruptError(
+                f"The index of {self.generation} has {snapshot.size:,} items, the catalogue counts "
+                f"{snapshot.state.size:,}: it is damaged. Restore a backup: kinlens-index restore."
+            )
 
     def _opened(self, state: State) -> Segment | None:
         if state.segment is None:

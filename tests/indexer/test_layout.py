@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from kinlens.embedder.durable import in_use, lock_folder
+from kinlens.embedder import durable
+from kinlens.embedder.durable import in_use, lock_folder, staged, sweep
 from kinlens.embedder.errors import (
     BundleMismatchError,
     GalleryBusyError,
@@ -195,3 +196,24 @@ def test_closing_and_a_refused_opening_leave_no_descriptor_open(built) -> None:
     with pytest.raises(BundleMismatchError, match=message):
         Gallery.open(built, expected_bundle_id="c" * 64)
     assert descriptors() == before
+
+
+@pytest.mark.parametrize("before_lock", [True, False])
+def test_a_new_stage_survives_the_sweep_of_another_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before_lock: bool
+) -> None:
+    lock, others = durable.lock_folder, [tmp_path]
+
+    def beside_a_sweep(folder: Path) -> int:
+        if before_lock and others:
+            sweep(others.pop())
+        descriptor = lock(folder)
+        if others:
+            sweep(others.pop())
+        return descriptor
+
+    monkeypatch.setattr(durable, "lock_folder", beside_a_sweep)
+    with staged(tmp_path) as stage:
+        (stage / "file").write_bytes(b"1")
+    assert not others
+    assert not [*tmp_path.iterdir()]

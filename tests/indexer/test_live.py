@@ -17,6 +17,7 @@ from kinlens.indexer.checks.verify import check_files
 from kinlens.indexer.filters.tree import Equals, Filter, Range
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.live import compaction
+from kinlens.indexer.live.snapshot import Snapshot, SnapshotKeeper
 from kinlens.indexer.types import Entry, Facet, SearchOptions
 from tests.indexer.conftest import faults, generation_of
 from tests.indexer.oracle import DIM, units
@@ -96,6 +97,47 @@ def test_old_segments_are_removed_when_their_last_reader_closes(gallery, out) ->
     reader.close()
     assert len(keys(gallery)) == 29
     until(lambda: [*segments.iterdir()] == [third])
+
+
+def test_a_segment_that_two_threads_have_opened_changes_no_answer(
+    gallery, out, monkeypatch
+) -> None:
+    """The second one read its items when some had been removed that searches still know."""
+    gallery.add(entries(range(30)))
+    gallery.compact()
+    newest, original = SnapshotKeeper.newest, Segment.open
+    is_ready, is_opening, may_open, may_search = (threading.Event() for _ in range(4))
+
+    def held(keeper: SnapshotKeeper) -> Snapshot:
+        is_ready.set()
+        may_search.wait(60)
+        return newest(keeper)
+
+    def slow(folder: Path, **options: Any) -> Segment:
+        is_opening.set()
+        may_open.wait(60)
+        return original(folder, **options)
+
+    with closing(Gallery.open(out)) as reader, ThreadPoolExecutor(2) as pool:
+        where = Range("n", 29, None)
+        assert keys(reader, where) == {"k29"}
+        gallery.add(entries(range(30, 32)))
+        gallery.compact()
+        monkeypatch.setattr(SnapshotKeeper, "newest", held)
+        first = pool.submit(reader.refresh)
+        is_ready.wait(60)
+        monkeypatch.setattr(Segment, "open", slow)
+        second = pool.submit(reader.refresh)
+        is_opening.wait(60)
+        gallery.add(entries(range(32, 35)))
+        assert keys(reader, where) == {f"k{n}" for n in range(29, 35)}
+        gallery.remove(["k33"])
+        left = {"k29", "k30", "k31", "k32", "k34"}
+        assert keys(reader, where) == left
+        may_open.set()
+        may_search.set()
+        assert (first.result(), second.result()) == (None, None)
+        assert keys(reader, where) == left
 
 
 def test_searches_go_on_while_a_new_segment_is_opened(gallery, out, monkeypatch) -> None:

@@ -184,9 +184,11 @@ def test_a_run_leaves_its_job_its_output_and_why_it_died(
 def test_interrupting_a_tournament_stops_its_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Another thread may get a signal, and `wait` then sleeps on: it is sent again.
     code = (
-        "import os, signal; print(os.getpid(), flush=True); "
-        "os.kill(os.getppid(), signal.SIGINT); signal.pause()"
+        "import os, signal, time\n"
+        "print(os.getpid(), flush=True)\n"
+        "while True:\n    os.kill(os.getppid(), signal.SIGINT)\n    time.sleep(5)\n"
     )
     monkeypatch.setattr(tournament, "command", lambda job, folder: [sys.executable, "-c", code])
     # Where the tests run in the background of a shell, this signal is ignored from the start.

@@ -539,6 +539,13 @@ def find_sorted(ids: Ids, known: Ids) -> Ids:
     return np.where(known[positions] == ids, positions, -1)
 
 
+def numbers_in(starts: Ids, sizes: Ids) -> Ids:
+    """The numbers from each of these starts (N,) on, `sizes` (N,) of them, one after the other."""
+    shifts = starts - np.cumsum(sizes) + sizes
+    numbers: Ids = np.repeat(shifts, sizes) + np.arange(int(sizes.sum()))
+    return numbers
+
+
 def no_item(item_id: ItemId) -> str:
     """The error message for an unknown item id. The gallery may be served under another name."""
     return (

@@ -33,7 +33,7 @@ from kinlens.indexer.columns.values import (
     places_of,
     to_arrays,
 )
-from kinlens.indexer.types import Ids
+from kinlens.indexer.types import Ids, numbers_in
 from kinlens.values import AttributeType, AttributeValue, Scalar, values_in
 
 COLUMN_BYTES = 40
@@ -184,8 +184,7 @@ class Chunk:
         """The codes of these rows (N,), and the number of them that have a value."""
         starts, ends = self.ranges(rows)
         lengths = ends - starts
-        shifts = starts - (np.cumsum(lengths) - lengths)
-        codes = self.codes.take(np.repeat(shifts, lengths) + np.arange(int(lengths.sum())))
+        codes = self.codes.take(numbers_in(starts, lengths))
         return codes, int(np.count_nonzero(codes if self.rows is None else lengths))
 
     def among(self, flags: NDArray[np.bool_]) -> tuple[Codes, int]:

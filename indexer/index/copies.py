@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 
 from kinlens.indexer.bits import Bits, empty_bits, has_bits, put_bits
-from kinlens.indexer.types import Ids, StoredRows, find_sorted
+from kinlens.indexer.types import Ids, StoredRows, find_sorted, numbers_in
 
 _BLOCK = 65_536  # vectors that are read at a time
 _FEW = 500  # up to one content with copies in this number of rows, single bits are set
@@ -79,7 +79,7 @@ class Copies:
         starts, sizes = self.starts[contents], self._ends[contents] - self.starts[contents]
         is_large = sizes > _FIRST_BLOCK
         small = np.flatnonzero(~is_large)
-        rows = self.rows[ranges(starts[small], sizes[small])]
+        rows = self.rows[numbers_in(starts[small], sizes[small])]
         owners = np.repeat(small, sizes[small])
         kept = slice(None) if among is None else has_bits(among, rows)
         found = [(owners[kept], rows[kept])]
@@ -118,13 +118,6 @@ class Copies:
         bits = empty_bits(self._size)
         put_bits(bits, self.later, True)
         return bits
-
-
-def ranges(starts: Ids, sizes: Ids) -> Ids:
-    """The numbers from each of these starts (N,) on, `sizes` (N,) of them, one after the other."""
-    shifts = starts - np.cumsum(sizes) + sizes
-    numbers: Ids = np.repeat(shifts, sizes) + np.arange(int(sizes.sum()))
-    return numbers
 
 
 def by_owner(parts: Sequence[tuple[Ids, Ids]]) -> tuple[Ids, Ids]:

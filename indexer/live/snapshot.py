@@ -27,13 +27,13 @@ from kinlens.indexer.catalog.database import Catalog
 from kinlens.indexer.catalog.read import Base, CatalogView, State
 from kinlens.indexer.columns.checkpoint import columns_at, load_columns, store_columns
 from kinlens.indexer.columns.columns import Columns
-from kinlens.indexer.index.copies import by_owner, ranges
+from kinlens.indexer.index.copies import by_owner
 from kinlens.indexer.index.faiss import range_search
 from kinlens.indexer.index.index_types import Effort
 from kinlens.indexer.index.segment import COPY_S, SEGMENTS, Segment
 from kinlens.indexer.live.compaction import collect
 from kinlens.indexer.live.delta import Delta
-from kinlens.indexer.types import Ids, Scores
+from kinlens.indexer.types import Ids, Scores, numbers_in
 
 _OVERFETCH = 2  # extra items to fetch, as a multiple of the expected number of removed hits
 _MAX_DROPPED = 0.25  # share of hidden items above which a search with a mask is faster
@@ -218,7 +218,7 @@ class Snapshot:
         sizes, content = sizes[is_kept], content[is_kept]
         queries = np.repeat(np.nonzero(is_kept)[0], sizes)
         given = np.repeat(firsts.scores[is_kept], sizes)
-        found = self.ids_of(rows[ranges((np.cumsum(counts) - counts)[content], sizes)])
+        found = self.ids_of(rows[numbers_in((np.cumsum(counts) - counts)[content], sizes)])
         order = np.lexsort((found, -given, queries))
         queries, given, found = queries[order], given[order], found[order]
         places = np.arange(len(order)) - np.searchsorted(queries, queries)

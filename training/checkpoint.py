@@ -55,7 +55,7 @@ class Checkpoint:
         if job.model.dim == "auto":  # that of the trunk, or of a bundle that may be gone
             head = "projection.linear" if job.model.hidden else "projection"
             changes["dim"] = len(self.net[f"{head}.weight"])
-        net = EmbeddingNet(job.model.model_copy(update=changes), job.regularizers.determinant)
+        net = EmbeddingNet(job.model.model_copy(update=changes), job.regularizers.with_flow)
         if self.average is None:
             net.load_state_dict(self.net)
         else:

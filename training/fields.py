@@ -1,11 +1,12 @@
 """Bounded numbers and frozen tables, for the settings of a job and the options of a loss."""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
 Cosine = Annotated[float, Field(ge=-1, le=1)]
 
@@ -14,3 +15,29 @@ class Section(BaseModel):
     """A frozen table of the job file; the docstring below a field describes it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+Share = Annotated[float, Field(gt=0, le=10)]
+"""Target norm of a regularizer's gradient relative to the loss's; its weight is calibrated."""
+
+
+class Flow(Section):
+    """Shape of both flows (Real-NVP)."""
+
+    layers: int = Field(12, ge=1)
+    """Number of coupling layers."""
+    hidden: int = Field(256, ge=1)
+    """Width of the two hidden layers of each coupling."""
+    clamp: float = Field(2.0, gt=0)
+    """Bound of the logarithm of each scale."""
+
+
+class Options(Section):
+    """A regularizer and its options, see `kinlens.training.regularizers.table`."""
+
+    share: Share | None = None
+    """Target share of the gradient; without it the weights are fixed."""
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...

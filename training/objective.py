@@ -1,5 +1,6 @@
 """The objective to minimise: a loss plus the regularizers of the job."""
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -9,14 +10,12 @@ from torch.nn import functional as F
 
 from kinlens.training.config.job import Job
 from kinlens.training.distributed import gather
-from kinlens.training.losses.base import MetricLoss, ProxyLoss
+from kinlens.training.losses.base import MetricLoss
 from kinlens.training.losses.table import build_loss
 from kinlens.training.models.embedding import EmbeddingNet
-from kinlens.training.regularizers.determinant import DeterminantRegularizer
-from kinlens.training.regularizers.graph_consistency import graph_consistency
-from kinlens.training.regularizers.non_isotropy import NonIsotropyRegularizer
+from kinlens.training.regularizers.base import Regularizer
 from kinlens.training.regularizers.shares import Shares
-from kinlens.training.regularizers.skewed_mean import class_means, skewed_mean
+from kinlens.training.regularizers.table import build_regularizer
 
 Parts = dict[str, Tensor]
 
@@ -44,34 +43,39 @@ class Objective(nn.Module):
 
     def __init__(self, job: Job, classes: int, dim: int) -> None:
         super().__init__()
-        self.tables = tables = job.regularizers
-        duel, nir = tables.determinant, tables.non_isotropy
+        tables, with_flow = job.regularizers.wanted(), job.regularizers.with_flow
         self.draws = job.sampling.parts
-        self.loss_weight = 1.0 if nir is None else nir.loss_weight
         self.loss = build_loss(job.loss, classes, dim)
-        self.determinant = None if duel is None else DeterminantRegularizer(duel, dim)
-        separate = duel is not None and duel.proxies == "separate"
+        self.terms: dict[str, Regularizer] = {}
+        for name, options in tables.items():
+            self.terms[name] = build_regularizer(name, options, dim)
+            self.add_module(name, self.terms[name])
+        self.loss_weight = math.prod(term.loss_weight for term in self.terms.values())
+        separate = with_flow is not None and with_flow.proxies == "separate"
         self.second_loss = build_loss(job.loss, classes, dim) if separate else None
-        self.non_isotropy = None if nir is None else NonIsotropyRegularizer(nir, dim)
-        self.shares = Shares({name: table.share for name, table in tables if table is not None})
+        self.shares = Shares({name: options.share for name, options in tables.items()})
 
     def forward(self, net: EmbeddingNet, features: Tensor, labels: Tensor) -> Terms:
         """Features (B, D) of `net` before its flow and labels (B,) to the terms."""
         with torch.autocast(features.device.type, enabled=False):
-            penalties, watched = {}, {}
-            if self.determinant is None or net.flow is None:
+            penalties: Parts = {}
+            watched: Parts = {}
+            if net.flow is None:
                 embeddings = net.transform(features)  # (B, D)
                 loss = self._over_draws(self.loss, embeddings, labels)
             else:
-                duel = self.determinant(features, net.flow)
+                name, term = self._of_flow()
+                duel = term(features, net.flow)
                 embeddings = duel.first
                 first = self._over_draws(self.loss, duel.first, labels)
                 second = self._over_draws(self.second_loss or self.loss, duel.second, labels)
                 loss = torch.stack([first, second]).mean()
-                penalties = {"determinant": duel.penalty}
+                penalties[name] = term.weight * duel.penalty
                 watched = {"r_first": duel.r_first, "r_second": duel.r_second}
             unit = F.normalize(embeddings, dim=1)
-            penalties |= self._regularize(unit, labels)
+            for name, term in self.terms.items():
+                if "flow" not in term.needs:
+                    penalties[name] = term.weight * term(unit, labels, self.loss)
             loss_term = self.loss_weight * loss
             if self.training and self.shares.is_due():
                 self.shares.measure(loss_term, penalties, features, self._sites(net))
@@ -91,8 +95,8 @@ class Objective(nn.Module):
 
     def begin_epoch(self, epoch: int) -> None:
         """Set the number of finished epochs; call it before each epoch."""
-        if self.non_isotropy is not None:
-            self.non_isotropy.fitting = epoch < self.non_isotropy.settings.fit_epochs
+        for term in self.terms.values():
+            term.begin_epoch(epoch)
 
     def _over_draws(self, loss: MetricLoss, vectors: Tensor, labels: Tensor) -> Tensor:
         if loss.normalized:
@@ -100,34 +104,18 @@ class Objective(nn.Module):
         parts = zip(vectors.chunk(self.draws), labels.chunk(self.draws), strict=True)
         return torch.stack([loss(x, y) for x, y in parts]).mean()
 
-    def _regularize(self, embeddings: Tensor, labels: Tensor) -> Parts:
-        penalties: Parts = {}
-        if (skewed := self.tables.skewed_mean) is not None:
-            of_batch = skewed.centres == "batch"
-            centres = class_means(embeddings, labels) if of_batch else self._proxies.class_centres()
-            penalties["skewed_mean"] = skewed.weight * skewed_mean(centres, skewed)
-        if (nir := self.non_isotropy) is not None:
-            own = self._proxies.centre_of(embeddings, labels)
-            penalties["non_isotropy"] = nir.settings.weight * nir(embeddings, own)
-        if (graph := self.tables.graph_consistency) is not None:
-            first, second = embeddings.chunk(2)
-            penalties["graph_consistency"] = graph.weight * graph_consistency(first, second, graph)
-        return penalties
+    def _of_flow(self) -> tuple[str, Regularizer]:
+        return next(item for item in self.terms.items() if "flow" in item[1].needs)
 
     def _sites(self, net: EmbeddingNet) -> dict[str, list[Tensor]]:
         """The tensors at which the gradient of a penalty is compared, if not at the features."""
         sites: dict[str, list[Tensor]] = {}
         if net.flow is not None:
-            sites["determinant"] = list(net.flow.parameters())
-        skewed = self.tables.skewed_mean
-        if skewed is not None and skewed.centres == "proxies":
-            sites["skewed_mean"] = [self._proxies.proxies]
+            sites[self._of_flow()[0]] = list(net.flow.parameters())
+        for name, term in self.terms.items():
+            if found := term.sites(self.loss):
+                sites[name] = found
         return sites
-
-    @property
-    def _proxies(self) -> ProxyLoss:
-        assert isinstance(self.loss, ProxyLoss)  # the job forbids others here
-        return self.loss
 
 
 class TrainingStep(nn.Module):

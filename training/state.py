@@ -154,7 +154,7 @@ def parameter_groups(job: Job, net: EmbeddingNet, objective: Objective) -> list[
     decay, own = rates.weight_decay, rates.weight_decay_criterion
     criterion_decay = decay if own is None else own
     losses = [objective.loss, objective.second_loss]
-    flows = [net.flow, objective.determinant, objective.non_isotropy]
+    flows = [net.flow, *objective.terms.values()]
     members: list[tuple[str, float, float, list[Any]]] = [
         ("trunk", rates.lr_trunk, decay, [net.trunk]),
         ("head", rates.rate_of(rates.lr_head), decay, [net.pool, net.projection]),

@@ -5,13 +5,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kinlens.training.config.settings import Determinant, Flow
-from kinlens.training.models.flows import RealNVP, build_flow
+from kinlens.training.fields import Flow
 from kinlens.training.regularizers.determinant import (
     DeterminantRegularizer,
     augment,
     local_lipschitz,
 )
+from kinlens.training.regularizers.flows import RealNVP, build_flow
 
 DIM = 6
 
@@ -22,14 +22,14 @@ def features(count: int = 8) -> Tensor:
 
 
 def augmented(z: Tensor, **settings: object) -> Tensor:
-    return augment(z, Determinant(**settings))
+    return augment(z, **settings)
 
 
 def duel(stir: float = 0.1, **settings: object) -> tuple[DeterminantRegularizer, RealNVP]:
     """The regularizer and flow 1, both moved off the identity by `stir`."""
     torch.manual_seed(0)
     shape = Flow(layers=4, hidden=8)
-    regularizer = DeterminantRegularizer(Determinant(flow=shape, **settings), DIM)
+    regularizer = DeterminantRegularizer(DIM, flow=shape, **settings)
     first = build_flow(shape, DIM)
     with torch.no_grad():
         for parameter in (*first.parameters(), *regularizer.parameters()):

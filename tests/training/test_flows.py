@@ -14,8 +14,8 @@ from zuko.transforms import (
     Transform,
 )
 
-from kinlens.training.config.settings import Flow
-from kinlens.training.models.flows import Chain, ConditionalGlow, build_flow
+from kinlens.training.fields import Flow
+from kinlens.training.regularizers.flows import Chain, ConditionalGlow, build_flow
 
 FLOWS = pytest.mark.parametrize("kind", ["real_nvp", "glow"])
 

@@ -8,17 +8,25 @@ from torch import nn
 from kinlens.embedder.errors import ExportError
 from kinlens.embedder.explain import overlaid, side_by_side
 from kinlens.embedder.manifest import Preprocessing
-from kinlens.training.config.settings import Determinant, Flow, Model
+from kinlens.training.config.settings import Model
 from kinlens.training.export.map import EmbeddingMap, check_map
+from kinlens.training.fields import Flow, Options
 from kinlens.training.models.embedding import EmbeddingNet, torch_embed
 from kinlens.training.rendered.catalogue import render_view
 
 RESNET = "timm:test_resnet.r160_in1k"
 VIT = "timm:test_vit.r160_in1k"
 SIDE = 64
+
+
+class Duel(Options):
+    activation: str
+    flow: Flow
+    input_norm: float = 5.0
+
+
 DETERMINANTS = {
-    name: Determinant(activation=name, flow=Flow(layers=3, hidden=16))
-    for name in ("leaky_relu", "none")
+    name: Duel(activation=name, flow=Flow(layers=3, hidden=16)) for name in ("leaky_relu", "none")
 }
 
 
@@ -26,7 +34,7 @@ def noise(count: int, side: int = SIDE) -> np.ndarray:
     return np.random.default_rng(3).integers(0, 256, (count, 3, side, side), dtype=np.uint8)
 
 
-def network(model: Model, determinant: Determinant | None = None) -> EmbeddingNet:
+def network(model: Model, determinant: Options | None = None) -> EmbeddingNet:
     """With nothing at 0 in its head, so that no step of it can be forgotten."""
     torch.manual_seed(1)
     net = EmbeddingNet(model, determinant).eval()

@@ -29,7 +29,7 @@ def test_the_total_is_loss_and_weighted_penalties_and_reaches_every_group(
     watched = {"r_first", "r_second"}
     expected = sum(value for part, value in terms.parts.items() if part not in watched)
     torch.testing.assert_close(terms.total.detach(), torch.as_tensor(expected))
-    wanted = {part for part, value in run.job.regularizers if value is not None}
+    wanted = run.job.regularizers.wanted().keys()
     assert terms.parts.keys() - watched == {"loss"} | wanted
     terms.total.backward()
     for group in run.optimizer.param_groups:

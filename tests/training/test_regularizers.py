@@ -9,10 +9,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kinlens.training.config.settings import GraphConsistency, NonIsotropy, SkewedMean
-from kinlens.training.regularizers.graph_consistency import graph_consistency
+from kinlens.training.regularizers.graph_consistency import (
+    GraphConsistencyRegularizer,
+    graph_consistency,
+)
 from kinlens.training.regularizers.non_isotropy import NonIsotropyRegularizer
-from kinlens.training.regularizers.skewed_mean import class_means, skewed_mean
+from kinlens.training.regularizers.skewed_mean import (
+    SkewedMeanRegularizer,
+    class_means,
+    skewed_mean,
+)
 
 DIM = 6
 SETTINGS: list[dict[str, object]] = [
@@ -31,7 +37,7 @@ SETTINGS: list[dict[str, object]] = [
 
 
 def skewed(kind: str = "r1", **settings: object) -> Callable[[Tensor], Tensor]:
-    made = SkewedMean(kind=kind, **settings)
+    made = SkewedMeanRegularizer(kind=kind, **settings)
     return lambda centres: skewed_mean(centres, made)
 
 
@@ -111,7 +117,7 @@ def test_class_means_are_unit_means_in_order_of_label() -> None:
 
 
 def consistency(**settings: object) -> Callable[[Tensor, Tensor], Tensor]:
-    made = GraphConsistency(**settings)
+    made = GraphConsistencyRegularizer(**settings)
     return lambda first, second: graph_consistency(first, second, made)
 
 
@@ -168,8 +174,7 @@ def batch(count: int = 8, dim: int = DIM) -> tuple[Tensor, Tensor]:
 def regularizer(exponentiate: bool = True, noise: float = 0.0) -> NonIsotropyRegularizer:
     torch.manual_seed(0)
     shape = {"blocks": 2, "hidden": 16, "layers": 3}
-    settings = NonIsotropy(exponentiate=exponentiate, noise=noise, **shape)
-    return NonIsotropyRegularizer(settings, DIM)
+    return NonIsotropyRegularizer(DIM, exponentiate=exponentiate, noise=noise, **shape)
 
 
 def naive_likelihood(
@@ -190,15 +195,15 @@ def test_non_isotropy_and_its_gradient_are_those_of_the_formula(exponentiate: bo
     nir, given = regularizer(exponentiate).double(), [x.double() for x in batch()]
     terms = naive_likelihood(nir, *given)
     expected = sum(math.exp(nll) if exponentiate else nll for nll in terms) / len(terms)
-    assert float(nir(*given).detach()) == pytest.approx(expected, rel=1e-9)
-    assert torch.autograd.gradcheck(nir, [x.requires_grad_() for x in given])
+    assert float(nir.around(*given).detach()) == pytest.approx(expected, rel=1e-9)
+    assert torch.autograd.gradcheck(nir.around, [x.requires_grad_() for x in given])
 
 
 def test_a_batch_of_outliers_gives_a_finite_value_and_finite_gradients() -> None:
     nir, (embeddings, centres) = regularizer(), batch()
     far = (200 * embeddings).requires_grad_()
     assert float(nir.negative_log_likelihood(far, centres).detach().max()) > 1000
-    value = nir(far, centres)
+    value = nir.around(far, centres)
     value.backward()
     assert value.dtype == torch.float32
     assert value.isfinite()
@@ -209,5 +214,5 @@ def test_a_batch_of_outliers_gives_a_finite_value_and_finite_gradients() -> None
 
 def test_noise_joins_the_embeddings_in_training_alone() -> None:
     nir, exact, given = regularizer(noise=0.1), regularizer(), batch()
-    assert not torch.equal(nir(*given), nir(*given))
-    assert torch.equal(nir.eval()(*given), exact(*given))
+    assert not torch.equal(nir.around(*given), nir.around(*given))
+    assert torch.equal(nir.eval().around(*given), exact.around(*given))

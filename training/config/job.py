@@ -1,7 +1,6 @@
 """A training job: frozen, typed tables. The error for an unknown key suggests similar keys."""
 
 import difflib
-import inspect
 import json
 import os
 import re
@@ -10,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import tomli_w
 from pydantic import (
@@ -27,18 +26,18 @@ from pydantic_core import CoreSchema, core_schema
 from kinlens.embedder.errors import JobError
 from kinlens.embedder.programs.faults import TABLES, fault_text
 from kinlens.training.config.layers import read_layers
+from kinlens.training.config.options import options_of
 from kinlens.training.config.settings import (
     Data,
     Input,
     Model,
     Optimizer,
     Protocol,
-    Regularizers,
     Runtime,
     Sampling,
     Start,
 )
-from kinlens.training.fields import Section
+from kinlens.training.fields import Options, Section
 
 
 class Loss(Section):
@@ -68,28 +67,56 @@ def proxy_anchor() -> Loss:
 def _settings() -> dict[str, type[Loss]]:
     from kinlens.training.losses.table import GIVEN, LOSSES
 
-    found = {}
-    for name, kind in LOSSES.items():
-        summary, meaning = _docstring(kind)
-        options: dict[str, Any] = {
-            option: (
-                parameter.annotation,
-                Field(parameter.default, description=meaning.get(option)),
-            )
-            for option, parameter in inspect.signature(kind).parameters.items()
-            if option not in GIVEN
-        }
-        found[name] = create_model(
-            name, __base__=Loss, __doc__=summary, name=(str, name), **options
-        )
-    return found
+    return {
+        name: options_of(name, kind, Loss, GIVEN, name=(str, name)) for name, kind in LOSSES.items()
+    }
 
 
-def _docstring(kind: type) -> tuple[str, dict[str, str]]:
-    """The first line of the docstring of a loss, and the meaning of each of its arguments."""
-    text = inspect.getdoc(kind) or ""
-    arguments = re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", text.partition("\nArgs:\n")[2], re.M)
-    return text.partition("\n")[0], {name: " ".join(of.split()) for name, of in arguments}
+class Regularizers(Section):
+    """The regularizers to add to the loss, one or several; a missing table turns one off.
+
+    Weights (`lambda1`, `lambda2`, `weight`) are fixed, as in the papers. With `share`, for example
+    0.2, they are initial values: in the first epoch they are scaled, by at most 100 in either
+    direction, until the gradient of the regularizer is that fraction of the gradient of the loss.
+    Then they stay fixed.
+    """
+
+    model_config = ConfigDict(defer_build=True)  # built with the first job, see Loss
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return handler(source) if cls is not Regularizers else handler.generate_schema(_tables())
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    def wanted(self) -> dict[str, Options]:
+        """The tables that a job has, by the name of the regularizer."""
+        return {name: table for name, table in self if table is not None}
+
+    @property
+    def with_flow(self) -> Options | None:
+        """The table of the regularizer that adds a flow to the network."""
+        found: Options | None = self.determinant
+        return found
+
+
+def no_regularizers() -> Regularizers:
+    return _tables()()
+
+
+@cache
+def _tables() -> type[Regularizers]:
+    from kinlens.training.regularizers.table import GIVEN, REGULARIZERS
+
+    tables: dict[str, Any] = {
+        name: (options_of(name, kind, Options, GIVEN) | None, None)
+        for name, kind in REGULARIZERS.items()
+    }
+    return create_model(
+        "Regularizers", __base__=Regularizers, __doc__=Regularizers.__doc__, **tables
+    )
 
 
 class Job(Section):
@@ -114,7 +141,7 @@ class Job(Section):
     input: Input = Input()
     loss: Loss = Field(default_factory=proxy_anchor)
     """The loss, Proxy-Anchor without this table. `name` decides on the other keys."""
-    regularizers: Regularizers = Regularizers()
+    regularizers: Regularizers = Field(default_factory=no_regularizers)
     sampling: Sampling = Sampling()
     optimizer: Optimizer = Optimizer()
     protocol: Protocol = Protocol()
@@ -123,32 +150,31 @@ class Job(Section):
     @model_validator(mode="after")
     def _check(self) -> "Job":
         from kinlens.training.losses.table import WITH_PROXIES  # imports torch, like the loss
+        from kinlens.training.regularizers.table import REGULARIZERS
 
-        wanted, choose_by = self.regularizers, self.protocol.choose_by
-        on_proxies = {
-            'regularizers.skewed_mean without centres = "batch"': (
-                wanted.skewed_mean is not None and wanted.skewed_mean.centres == "proxies",
-                'regularizers.skewed_mean.centres = "batch"',
-            ),
-            "regularizers.non_isotropy": (wanted.non_isotropy is not None, ""),
-            'start.proxies = "class_means"': (
-                self.start.proxies == "class_means",
-                'start.proxies = "random"',
-            ),
-        }
-        for setting, (is_set, cure) in on_proxies.items():
-            if is_set and self.loss.name not in WITH_PROXIES:
-                pairs = 'sampling.kind = "balanced" and sampling.per_class = 4'
-                random = f" (and {pairs}, for pairs in each batch)"
-                raise ValueError(
-                    f"{setting} acts on proxies, and the loss {self.loss.name} has no proxies; "
-                    + (
-                        f"set {cure}{random * (self.sampling.kind == 'random')}, or "
-                        if cure
-                        else ""
-                    )
-                    + f"use one of {', '.join(WITH_PROXIES)}"
+        choose_by = self.protocol.choose_by
+        on_proxies = {}
+        if self.start.proxies == "class_means":
+            on_proxies['start.proxies = "class_means"'] = 'start.proxies = "random"'
+        for name, options in self.regularizers.wanted().items():
+            needs, key = REGULARIZERS[name].needs_with(options), f"regularizers.{name}"
+            if (without := needs.get("proxies")) is not None:
+                on_proxies[f"{key} without {without}" if without else key] = (
+                    f"{key}.{without}" if without else ""
                 )
+            if "draws" in needs and self.sampling.kind != "paired":
+                raise ValueError(
+                    f'{key} compares two draws of the same classes; set sampling.kind = "paired"'
+                )
+        if on_proxies and self.loss.name not in WITH_PROXIES:
+            setting, cure = next(iter(on_proxies.items()))
+            pairs = 'sampling.kind = "balanced" and sampling.per_class = 4'
+            random = f" (and {pairs}, for pairs in each batch)"
+            cure = cure and f"set {cure}{random * (self.sampling.kind == 'random')}, or "
+            raise ValueError(
+                f"{setting} acts on proxies, and the loss {self.loss.name} has no proxies; "
+                f"{cure}use one of {', '.join(WITH_PROXIES)}"
+            )
         if self.start.projection != "random" and self.model.dim is None:
             raise ValueError(
                 f'start.projection = "{self.start.projection}" needs a projection; set model.dim'
@@ -158,11 +184,6 @@ class Job(Section):
         if choose_by in ("validation", "test") and not self.runtime.eval_every_epochs:
             raise ValueError(
                 f'choose_by = "{choose_by}" compares epochs; set runtime.eval_every_epochs = 1'
-            )
-        if wanted.graph_consistency is not None and self.sampling.kind != "paired":
-            raise ValueError(
-                "regularizers.graph_consistency compares two draws of the same classes; set "
-                'sampling.kind = "paired"'
             )
         return self
 
@@ -348,19 +369,21 @@ def _hint(key: str) -> str:
 def _dotted(table: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """All settings below a table by their dotted names."""
     for name, field in table.model_fields.items():
-        tables = [*_tables(field.annotation)]
+        tables = [*_tables_in(field.annotation)]
         if Loss in tables:
             tables = [*_settings().values()]
+        if Regularizers in tables:
+            tables = [_tables()]
         yield prefix + name
         for kind in tables:
             yield from _dotted(kind, f"{prefix}{name}.")
 
 
-def _tables(annotation: Any) -> Iterator[type[BaseModel]]:
+def _tables_in(annotation: Any) -> Iterator[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for part in get_args(annotation):
-        yield from _tables(part)
+        yield from _tables_in(part)
 
 
 def job_toml(job: Job, *comments: str) -> str:

@@ -22,7 +22,7 @@ from kinlens.training.models.embedding import (
     Head,
     Pool,
 )
-from kinlens.training.models.flows import Coupling
+from kinlens.training.regularizers.flows import Coupling
 
 MAX_SUM_DIFFERENCE = 1e-3
 """Per coordinate, between the sum of a map and the embedding."""

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 from kinlens.embedder.errors import JobError
 from kinlens.embedder.types import Embeddings
-from kinlens.training.config.settings import Determinant, Model, Pooling
+from kinlens.training.config.settings import Model, Pooling
+from kinlens.training.fields import Options
 from kinlens.training.models.backbones import (
     BATCH_NORMS,
     build_trunk,
@@ -22,8 +23,8 @@ from kinlens.training.models.backbones import (
     fold_batch_norm,
     normalization_of,
 )
-from kinlens.training.models.flows import FlowOutput, RealNVP, build_flow
 from kinlens.training.models.timm_trunk import TimmTrunk
+from kinlens.training.regularizers.flows import FlowOutput, RealNVP, build_flow
 
 GEM_START = 3.0
 MIN_EXPONENT = 0.1
@@ -126,7 +127,7 @@ class EmbeddingNet(nn.Module):
     `forward` is exported. `features` stops before the flow, where the regularizer begins.
     """
 
-    def __init__(self, model: Model, determinant: Determinant | None = None) -> None:
+    def __init__(self, model: Model, determinant: Options | None = None) -> None:
         super().__init__()
         self.trunk = build_trunk(model.backbone, model.weights)
         self.normalize = normalization_of(model.backbone, self.trunk)

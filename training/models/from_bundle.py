@@ -25,7 +25,7 @@ def new_network(job: Job) -> EmbeddingNet:
     bundle = bundle_of(job.model.weights)
     if bundle is not None:
         return start_from_bundle(job, bundle)
-    return EmbeddingNet(job.model, job.regularizers.determinant)
+    return EmbeddingNet(job.model, job.regularizers.with_flow)
 
 
 def bundle_of(weights: str) -> Path | None:
@@ -55,7 +55,7 @@ def start_from_bundle(job: Job, path: Path) -> EmbeddingNet:
     start = _network(job, bundle, made_by)
     own = {"dim": bundle.manifest.dim} if made_by and job.model.dim == "auto" else {}
     random_start = job.model.model_copy(update={"weights": "none", **own})
-    net = EmbeddingNet(random_start, job.regularizers.determinant)
+    net = EmbeddingNet(random_start, job.regularizers.with_flow)
     net.trunk.load_state_dict(start.trunk.state_dict())
     if made_by is not None:
         net.pool.load_state_dict(start.pool.state_dict())
@@ -74,7 +74,7 @@ def _require_fit(job: Job, bundle: Bundle, made_by: Job | None) -> None:
             pairs[f"model.{name}"] = getattr(made_by.model, name), getattr(job.model, name)
         if job.model.dim != "auto":
             pairs["model.dim"] = bundle.manifest.dim, job.model.dim
-        there, here = (each.regularizers.determinant for each in (made_by, job))
+        there, here = (each.regularizers.with_flow for each in (made_by, job))
         if there is not None:
             for name in ("flow", "activation", "input_norm"):
                 key = f"regularizers.determinant.{name}"
@@ -98,7 +98,7 @@ def _network(job: Job, bundle: Bundle, made_by: Job | None) -> EmbeddingNet:
     shapes = _trunks(job.model.backbone)
     if made_by is not None:
         shapes = [made_by.model.model_copy(update={"dim": bundle.manifest.dim})]
-    flow = made_by.regularizers.determinant if made_by is not None else None
+    flow = made_by.regularizers.with_flow if made_by is not None else None
     tensors = {
         tensor.name: torch.from_numpy(onnx.numpy_helper.to_array(tensor).copy())
         for tensor in onnx.load(bundle.model_path).graph.initializer

@@ -1,13 +1,18 @@
 """Determinant regularization: two opposed flows, one pushed to contract, one to expand."""
 
-from typing import NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kinlens.training.config.settings import Determinant
-from kinlens.training.models.flows import FlowOutput, build_flow
+from kinlens.training.fields import Count, Flow, NotNegative
+from kinlens.training.regularizers.base import Regularizer
+from kinlens.training.regularizers.flows import FlowOutput, build_flow
+
+Direction = Literal["between", "beyond", "tangent"]
+FLOW = Flow()
 
 
 class DuelOutput(NamedTuple):
@@ -20,7 +25,7 @@ class DuelOutput(NamedTuple):
     r_second: Tensor
 
 
-class DeterminantRegularizer(nn.Module):
+class DeterminantRegularizer(Regularizer):
     r"""Push flow g1 to contract and flow g2 to expand; only g1 is kept after training.
 
     With l_i the diagonal of the Jacobian of a flow, composed over its layers,
@@ -37,47 +42,80 @@ class DeterminantRegularizer(nn.Module):
     References:
         Determinant Regularization for Deep Metric Learning, eq. 7 and 10 (R) and 11 (the duel);
         ICLR 2023 submission, https://openreview.net/forum?id=NUBuJsAq1U
+
+    Args:
+        flow: shape of both flows.
+        activation: activation before the flows; the slope of `leaky_relu` is 0.1.
+        input_norm: norm of the inputs of the flows.
+        lambda1: weight of the penalty on the first flow, which contracts.
+        lambda2: weight of the penalty on the second flow, which expands.
+        eps: augmented points: step towards a neighbour, as a fraction of the distance.
+        neighbours: augmented points of each image, one for each of its nearest neighbours in the
+            batch.
+        direction: augmented points: towards the neighbour, away from it, or orthogonal to the
+            features.
+        depth: penalise the diagonal of the composed flow, or average the penalties of its layers.
+        proxies: proxies of the loss on the second branch.
     """
 
-    def __init__(self, settings: Determinant, dim: int) -> None:
+    needs = {"flow": ""}
+
+    def __init__(
+        self,
+        dim: int,
+        flow: Flow = FLOW,
+        activation: Literal["leaky_relu", "none"] = "leaky_relu",
+        input_norm: Annotated[float, Field(gt=0)] = 5.0,
+        lambda1: NotNegative = 0.05,
+        lambda2: NotNegative = 0.05,
+        eps: float = 0.4,
+        neighbours: Count = 1,
+        direction: Direction = "between",
+        depth: Literal["composed", "mean"] = "composed",
+        proxies: Literal["shared", "separate"] = "shared",
+    ) -> None:
         super().__init__()
-        self.settings = settings
-        self.second_flow = build_flow(settings.flow, dim)
+        del activation, input_norm, proxies  # of the network and the objective
+        self.lambda1, self.lambda2 = lambda1, lambda2
+        self.eps, self.neighbours, self.direction = eps, neighbours, direction
+        self.depth = depth
+        self.second_flow = build_flow(flow, dim)
 
     def forward(self, z: Tensor, first_flow: nn.Module) -> DuelOutput:
-        own = self.settings
-        points = torch.cat([z, augment(z, own)])  # (B + k B, D)
-        first, second = first_flow(points), self.second_flow(points)
+        points = torch.cat([z, augment(z, self.eps, self.neighbours, self.direction)])
+        first, second = first_flow(points), self.second_flow(points)  # (B + k B, D) each
         r1, r2 = self._r(first), self._r(second)
-        penalty = own.lambda1 * r1 - own.lambda2 * r2
+        penalty = self.lambda1 * r1 - self.lambda2 * r2
         count = len(z)
         return DuelOutput(first.y[:count], second.y[:count], penalty, r1.detach(), r2.detach())
 
     def _r(self, output: FlowOutput) -> Tensor:
-        composed = self.settings.depth == "composed"
+        composed = self.depth == "composed"
         scales = output.log_diagonal if composed else output.log_scales  # (B, D) or (L, B, D)
         return F.softplus(scales).mean()  # log(l + 1), l = exp(scales)
 
 
-def augment(z: Tensor, settings: Determinant) -> Tensor:
+def augment(
+    z: Tensor, eps: float = 0.4, neighbours: int = 1, direction: Direction = "between"
+) -> Tensor:
     """z_i + eps e_ij for the k nearest z_j of each z_i: (B, D) to (k B, D), with gradients to both.
 
     e_ij is z_j - z_i for "between", the paper's description in words; its negative for "beyond",
     the printed formula; its part orthogonal to z_i for "tangent" (section 5.4).
     """
-    k = min(settings.neighbours, max(len(z) - 1, 0))
+    k = min(neighbours, max(len(z) - 1, 0))
     with torch.no_grad():
         distances = torch.cdist(z, z)
         distances.fill_diagonal_(torch.inf)
         j = distances.topk(k, largest=False).indices.flatten()  # (k B,)
         i = torch.arange(len(z), device=z.device).repeat_interleave(k)
     step = z[j] - z[i]  # (k B, D)
-    if settings.direction == "beyond":
+    if direction == "beyond":
         step = -step
-    elif settings.direction == "tangent":
+    elif direction == "tangent":
         radius = F.normalize(z[i], dim=1)
         step = step - (step * radius).sum(1, keepdim=True) * radius
-    return z[i] + settings.eps * step
+    return z[i] + eps * step
 
 
 def local_lipschitz(flow: nn.Module, z: Tensor) -> Tensor:

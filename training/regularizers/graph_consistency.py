@@ -1,12 +1,45 @@
 """Graph consistency: two draws of the same classes should have equal graphs of similarities."""
 
+from typing import Annotated, Literal
+
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from kinlens.training.config.settings import GraphConsistency
+from kinlens.training.fields import Positive
+from kinlens.training.losses.base import MetricLoss
+from kinlens.training.regularizers.base import Regularizer
 
 
-def graph_consistency(first: Tensor, second: Tensor, settings: GraphConsistency) -> Tensor:
+class GraphConsistencyRegularizer(Regularizer):
+    """Graph consistency of the two halves of a batch, see `graph_consistency`.
+
+    Args:
+        weight: weight of the regularizer.
+        sigma: similarity of two images: exp(-squared distance / sigma).
+        form: what is compared: similarities times embeddings, as the paper trains, or similarities.
+    """
+
+    needs = {"draws": ""}
+
+    def __init__(
+        self,
+        weight: Positive = 0.001,
+        sigma: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0,
+        form: Literal["bound", "graph"] = "bound",
+    ) -> None:
+        super().__init__()
+        self.weight, self.sigma, self.form = weight, sigma, form
+
+    def forward(self, embeddings: Tensor, labels: Tensor, loss: MetricLoss | None = None) -> Tensor:
+        del labels, loss  # both draws have the same classes in the same order
+        first, second = embeddings.chunk(2)
+        return graph_consistency(first, second, self)
+
+
+def graph_consistency(
+    first: Tensor, second: Tensor, settings: GraphConsistencyRegularizer
+) -> Tensor:
     r"""Penalise the difference of the graphs of two draws X', X'' of the same classes.
 
     Row i of both draws (N, D) is an image of the same class. With

@@ -1,15 +1,20 @@
 """Non-isotropy regularization (NIR): embeddings uniquely determined by a flow from their proxy."""
 
-import torch
-from torch import Tensor, nn
+from typing import Annotated
 
-from kinlens.training.config.settings import NonIsotropy
-from kinlens.training.models.flows import ConditionalGlow, FlowOutput
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from kinlens.training.fields import Count, Positive
+from kinlens.training.losses.base import ProxyLoss
+from kinlens.training.regularizers.base import Regularizer
+from kinlens.training.regularizers.flows import ConditionalGlow, FlowOutput
 
 LARGEST_EXPONENT = 30.0
 
 
-class NonIsotropyRegularizer(nn.Module):
+class NonIsotropyRegularizer(Regularizer):
     r"""The mean exponentiated negative log-likelihood of embeddings, given their proxies.
 
     A flow maps the embedding e_i, given the proxy p of its class, to a residual z_i that is to be
@@ -37,23 +42,57 @@ class NonIsotropyRegularizer(nn.Module):
     References:
         Non-isotropy Regularization for Proxy-based Deep Metric Learning (Roth et al., 2022).
         https://arxiv.org/abs/2203.08547
+
+    Args:
+        weight: weight of the regularizer.
+        loss_weight: weight of the loss, which the authors vary instead of that of the regularizer.
+        exponentiate: minimise the exponential of the negative log-likelihood, as the authors' code
+            does, instead of the negative log-likelihood, as the paper prints.
+        noise: standard deviation of noise on each coordinate of the embeddings: with `exponentiate
+            = false` it gives the likelihood an upper bound, such as 0.05. The paper has none.
+        fit_epochs: first epochs, in which the flow is fitted and the rest learns from the loss
+            alone.
+        blocks: blocks of the flow.
+        hidden: width of the hidden layers of its networks.
+        layers: linear layers of each of its networks.
+        clamp: bound of the logarithm of each scale.
     """
 
-    def __init__(self, settings: NonIsotropy, dim: int) -> None:
-        super().__init__()
-        self.settings = settings
-        self.fitting = False
-        shape = (settings.blocks, settings.layers, settings.hidden, settings.clamp)
-        self.flow = ConditionalGlow(dim, dim, *shape)
+    needs = {"proxies": ""}
 
-    def forward(self, embeddings: Tensor, centres_of_samples: Tensor) -> Tensor:
+    def __init__(
+        self,
+        dim: int,
+        weight: Positive = 1.0,
+        loss_weight: Positive = 1.0,
+        exponentiate: bool = True,
+        noise: Annotated[float, Field(ge=0, le=1)] = 0.0,
+        fit_epochs: Annotated[int, Field(ge=0)] = 0,
+        blocks: Count = 5,
+        hidden: Count = 128,
+        layers: Annotated[int, Field(ge=2)] = 8,
+        clamp: Positive = 2.0,
+    ) -> None:
+        super().__init__()
+        self.weight, self.loss_weight = weight, loss_weight
+        self.exponentiate, self.noise, self.fit_epochs = exponentiate, noise, fit_epochs
+        self.fitting = False
+        self.flow = ConditionalGlow(dim, dim, blocks, layers, hidden, clamp)
+
+    def begin_epoch(self, epoch: int) -> None:
+        self.fitting = epoch < self.fit_epochs
+
+    def forward(self, embeddings: Tensor, labels: Tensor, loss: ProxyLoss) -> Tensor:
+        return self.around(embeddings, loss.centre_of(embeddings, labels))
+
+    def around(self, embeddings: Tensor, centres_of_samples: Tensor) -> Tensor:
         """Unit embeddings and the centre of each one's class, both (B, D), to a scalar."""
         if self.fitting:
             embeddings, centres_of_samples = embeddings.detach(), centres_of_samples.detach()
-        if self.training and self.settings.noise:
-            embeddings = embeddings + self.settings.noise * torch.randn_like(embeddings)
+        if self.training and self.noise:
+            embeddings = embeddings + self.noise * torch.randn_like(embeddings)
         nll = self.negative_log_likelihood(embeddings, centres_of_samples)  # (B,)
-        if self.settings.exponentiate:
+        if self.exponentiate:
             nll = bounded_exp(nll)
         return nll.sum() / max(len(nll), 1)
 

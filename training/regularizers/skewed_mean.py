@@ -1,19 +1,77 @@
 """Skewed-mean regularization: separate class centres, mainly the nearest or the farthest pairs."""
 
 import math
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
-from kinlens.training.config.settings import SkewedMean
+from kinlens.training.fields import Finite, Positive
+from kinlens.training.losses.base import MetricLoss, ProxyLoss
+from kinlens.training.regularizers.base import Regularizer
 
 _SMALLEST_DISTANCE = 1e-3  # nearer centres do not push: the formulas' gradients are infinite there
 _SMALLEST_SIMILARITY = 1e-6
 _SMALLEST_SUM = 1e-4
 
 
-def skewed_mean(centres: Tensor, settings: SkewedMean) -> Tensor:
+class SkewedMeanRegularizer(Regularizer):
+    """Skewed mean of the class centres of a batch, or of all proxies, see `skewed_mean`.
+
+    Args:
+        weight: weight of the regularizer.
+        kind: form of the mean. Only `r1` reads `gamma`, `delta` and `hinge`; only `r2` and
+            `distance` read `exponent`.
+        gamma: sharpness: above 0 the nearest pairs of centres dominate, below 0 the farthest; not
+            0.
+        delta: cosine of two centres; has no effect without `hinge`.
+        exponent: exponent of the power mean.
+        subset: number of centres drawn at each step; none: all. Memory grows with its square.
+        hinge: push only centres nearer to each other than about `delta`; needs a `gamma` above 0.
+        centres: the proxies of the loss, or the class means of the batch for a loss without
+            proxies.
+    """
+
+    needs = {"proxies": 'centres = "batch"'}
+
+    def __init__(
+        self,
+        weight: Positive = 1.0,
+        kind: Literal["r1", "r2", "distance"] = "r1",
+        gamma: Finite = 16.0,
+        delta: Finite = 0.55,
+        exponent: Finite = 8.0,
+        subset: Annotated[int, Field(ge=2)] | None = None,
+        hinge: bool = False,
+        centres: Literal["proxies", "batch"] = "proxies",
+    ) -> None:
+        super().__init__()
+        self.weight, self.kind, self.gamma, self.delta = weight, kind, gamma, delta
+        self.exponent, self.subset, self.hinge, self.centres = exponent, subset, hinge, centres
+
+    @classmethod
+    def check(cls, options: Any) -> None:
+        if options.gamma == 0 or (options.hinge and options.gamma < 0):
+            raise ValueError("gamma must not be 0, and above 0 with hinge = true")
+
+    @classmethod
+    def needs_with(cls, options: Any) -> Mapping[str, str]:
+        return cls.needs if options.centres == "proxies" else {}
+
+    def sites(self, loss: MetricLoss) -> list[Tensor]:
+        return [loss.proxies] if self.centres == "proxies" and isinstance(loss, ProxyLoss) else []
+
+    def forward(self, embeddings: Tensor, labels: Tensor, loss: MetricLoss | None = None) -> Tensor:
+        if self.centres == "batch":
+            return skewed_mean(class_means(embeddings, labels), self)
+        assert isinstance(loss, ProxyLoss)  # see `needs`
+        return skewed_mean(loss.class_centres(), self)
+
+
+def skewed_mean(centres: Tensor, settings: SkewedMeanRegularizer) -> Tensor:
     r"""A smooth skewed mean over all pairs of class centres, to be minimised.
 
     With s_ij the cosine and d_ij the Euclidean distance of centres p_i and p_j, unit rows (C, D):

@@ -42,8 +42,8 @@ def after_epoch(job: Job, history: Sequence[Row]) -> list[str]:
     """Messages from the figures of the last epoch that earlier epochs did not cause."""
     *earlier, row = history
     notes = []
-    for name, settings in job.regularizers:
-        if settings is None or any(_faint(job, name, before) for before in earlier):
+    for name, settings in job.regularizers.wanted().items():
+        if any(_faint(job, name, before) for before in earlier):
             continue
         if _faint(job, name, row):
             cure = f"regularizers.{name}.share = 0.2, or raise {_WEIGHTS.get(name, 'weight')}"
@@ -77,7 +77,7 @@ def _at_a_bound(scale: float) -> bool:
 
 def _faint(job: Job, name: str, row: Row) -> bool:
     """Whether a regularizer had almost no effect in an epoch after the epochs that fit its flow."""
-    fitted = getattr(getattr(job.regularizers, name), "fit_epochs", 0)
+    fitted = getattr(job.regularizers.wanted()[name], "fit_epochs", 0)
     return row["epoch"] > fitted and row.get(f"share {name}", LEAST) < LEAST
 
 

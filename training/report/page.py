@@ -73,7 +73,7 @@ def _names(history: Rows, part: str) -> list[str]:
 
 
 def _facts(job: Job, split: Split, history: Rows, result: Result) -> list[str]:
-    regularizers = [name for name, value in job.regularizers if value is not None]
+    regularizers = job.regularizers.wanted()
     minutes = sum(row["seconds"] for row in history) / 60
     dims = f"{job.model.dim or 'no'} dimensions"
     if job.model.dim == "auto":
@@ -140,9 +140,7 @@ def _others(folder: Path, result: Result) -> list[str]:
 
 def _regularizers(job: Job, history: Rows) -> list[str]:
     lines, last = [], history[-1] if history else {}
-    for name, settings in job.regularizers:
-        if settings is None:
-            continue
+    for name, settings in job.regularizers.wanted().items():
         values = settings.model_dump(mode="json", exclude_none=True)
         words = ", ".join(f"{key} = {value}" for key, value in values.items())
         lines.append(f"- {name}: {words}")

@@ -42,6 +42,14 @@ def checked_keys(keys: Iterable[str]) -> list[str]:
     return listed
 
 
+def as_entries(items: Sequence[Item], vectors: Embeddings) -> list[Entry]:
+    """Items and their vectors (N, D) as they are added."""
+    return [
+        Entry(item.key, vector, item.sha256, item.attributes, item.path, item.format)
+        for item, vector in zip(items, vectors, strict=True)
+    ]
+
+
 def is_key(key: str) -> bool:
     """Whether a key is valid: 1 to 1024 printable characters, no path component `..`."""
     if not 1 <= len(key) <= MAX_KEY or not is_printable(key):

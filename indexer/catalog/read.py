@@ -46,6 +46,10 @@ SELECT {_COLUMNS} FROM removed WHERE id IN (
 ) AND NOT EXISTS (SELECT 1 FROM living WHERE living.key = removed.key) ORDER BY id
 """  # noqa: S608
 _REMOVED = f"SELECT {_COLUMNS} FROM removed WHERE id IN (SELECT value FROM json_each(?))"  # noqa: S608
+_REMOVED_KEYS = """
+SELECT DISTINCT key FROM removed
+WHERE seq > ? AND at IS NOT NULL AND NOT EXISTS (SELECT 1 FROM living WHERE key = removed.key)
+"""
 _SOME_VECTORS = """
 SELECT id, crc, vector FROM vectors WHERE id IN (SELECT value FROM json_each(?)) ORDER BY id
 """
@@ -257,9 +261,10 @@ class CatalogView:
         return np.sort(np.array([item_id for (item_id,) in rows], np.int64))
 
     def removed_keys(self, seq: int) -> list[str]:
-        """The keys of items removed after the write `seq`, as far as they can be restored."""
-        rows = self._all("SELECT key FROM removed WHERE seq > ? AND at IS NOT NULL", seq)
-        return [key for (key,) in rows]
+        """The keys of items removed after the write `seq` that no item has now, except those that
+        a compaction has erased.
+        """
+        return [key for (key,) in self._all(_REMOVED_KEYS, seq)]
 
     def has_removed(self) -> bool:
         """Whether any removed item can be restored."""

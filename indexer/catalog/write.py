@@ -14,6 +14,7 @@ from kinlens.indexer.attributes import as_stored
 from kinlens.indexer.catalog.entries import (
     Retypable,
     are_equal,
+    as_entries,
     checked_vectors,
     learn_types,
     with_stored,
@@ -178,10 +179,7 @@ class CatalogWriter(CatalogView):
             fit = [n for n, item in enumerate(items) if within.matches(item.attributes)]
             items, vectors = [items[n] for n in fit], vectors[fit]
         if items:
-            entries = [
-                Entry(item.key, vector, item.sha256, item.attributes, item.path, item.format)
-                for item, vector in zip(items, vectors, strict=True)
-            ]
+            entries = as_entries(items, vectors)
             self._learn(self._types_with({entry.key: entry.attributes for entry in entries}))
             self._insert(entries, vectors)
             self._many(

@@ -27,7 +27,7 @@ from kinlens.indexer.ingest.embed import (
     refuse_unreadable,
 )
 from kinlens.indexer.ingest.sources import Source, check_attributes
-from kinlens.indexer.types import Ids, Item, Progress, VectorStore, Written
+from kinlens.indexer.types import Item, Progress, VectorStore, Written
 
 KEPT = "The gallery keeps its existing item with this key."
 _CHANGED = "The file was changed while it was read. Run the same command again."
@@ -237,13 +237,9 @@ class UnlistedItems:
 
     def remove(self) -> None:
         """Remove the items that were not listed. Raises: GalleryWriteError."""
-        remove_in_parts(self._gallery, self._ids[~self._is_listed])
-
-
-def remove_in_parts(gallery: Gallery, ids: Ids) -> None:
-    """Remove items by id, in batches. Raises: GalleryWriteError."""
-    for start in range(0, len(ids), _REMOVAL_BATCH):
-        gallery.remove_items(ids[start : start + _REMOVAL_BATCH].tolist())
+        ids = self._ids[~self._is_listed]
+        for start in range(0, len(ids), _REMOVAL_BATCH):
+            self._gallery.remove_items(ids[start : start + _REMOVAL_BATCH].tolist())
 
 
 def check_bundle(gallery: VectorStore, embedder: Embedder) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import TypeVar
 
+import numpy as np
 from pydantic import BaseModel
 
 from kinlens.embedder.durable import discard, sync_tree, write_whole
@@ -26,10 +27,8 @@ from kinlens.embedder.errors import (
     InvalidParameterError,
 )
 from kinlens.embedder.session import Embedder
-from kinlens.embedder.types import Embeddings
 from kinlens.indexer.attributes import Schema
-from kinlens.indexer.catalog.database import Catalog
-from kinlens.indexer.catalog.entries import learn_types
+from kinlens.indexer.catalog.entries import as_entries, learn_types
 from kinlens.indexer.folder.layout import BEGAN, GalleryFolder, disk_errors_explained
 from kinlens.indexer.folder.manifest import (
     REPORT,
@@ -42,9 +41,9 @@ from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.index.plan import ITEM_DISK_BYTES, IndexSettings, Plan, plan_index
 from kinlens.indexer.ingest.add import Ingest, UnlistedItems
 from kinlens.indexer.ingest.embed import EmbedSettings, Failure, faults_of, refuse_unreadable
+from kinlens.indexer.ingest.rebuild import LaterWrites, numbered
 from kinlens.indexer.ingest.sources import Source, check_attributes
-from kinlens.indexer.live.compaction import CATALOG
-from kinlens.indexer.types import Entry, GalleryExport, Item, Progress, VectorType, checked_name
+from kinlens.indexer.types import Entry, GalleryExport, Ids, Progress, VectorType, checked_name
 from kinlens.values import AttributeValue
 
 _CHUNK = 4096
@@ -52,7 +51,6 @@ _log = logging.getLogger(__name__)
 
 Report = TypeVar("Report", bound=BaseModel)
 
-_ROUNDS = 8  # attempts to catch up with writes that arrived during the previous round
 _KEPT = "Finished work is kept, and the same command continues it."
 
 
@@ -231,8 +229,8 @@ def _filled(gallery: Gallery, dump: GalleryExport, on_progress: Progress | None)
     return unlisted
 
 
-class _LaterWrites:
-    """The writes to `old` since the build of its next generation began. Not thread-safe.
+class _Carried(LaterWrites):
+    """The writes to `old` since the build of its next generation began.
 
     Items that were added or got another image since then are carried over whole. Of an item that
     was only updated, image, vector and the attributes that the source gives are those of the
@@ -246,104 +244,80 @@ class _LaterWrites:
 
     def __init__(self, old: Gallery, draft: Path, manifest: GalleryManifest) -> None:
         """Raises: GalleryCorruptError; OSError if the folder `draft` cannot be written."""
+        super().__init__(old)
         self.count = 0
-        self._old = old
-        self._catalog = Catalog.open(old.generation_folder / CATALOG)
         self._build = [old.generation, manifest.source, manifest.source_root]
         self._began = draft / BEGAN
         self._given: list[str] | None = None  # the attributes that the source gives
         with contextlib.suppress(FileNotFoundError, ValueError):
-            *known, self._seq, self._last, self._given = json.loads(self._began.read_bytes())
+            noted, _, keys = self._began.read_bytes().partition(b"\n")
+            *known, self._seq, self._last, self._given = json.loads(noted)
             if known == self._build:
+                self._had = np.frombuffer(keys, np.int64)
                 return
         with self._catalog.reading() as view:
             self._seq, self._last = view.state().seq, view.last_given()
+        self._had = numbered(old)
         self._note()
 
     def _note(self) -> None:
-        noted = [*self._build, self._seq, self._last, self._given]
-        write_whole(self._began, json.dumps(noted).encode(), "draft")
+        assert self._had is not None
+        noted = json.dumps([*self._build, self._seq, self._last, self._given]).encode()
+        write_whole(self._began, noted + b"\n" + self._had.tobytes(), "draft")
 
     @staticmethod
     def can_follow(old: Gallery, manifest: GalleryManifest) -> bool:
         """Whether a gallery with this manifest can take the vectors of `old`."""
         return (old.bundle_id, old.dim) == (manifest.bundle_id, manifest.dim)
 
-    def close(self) -> None:
-        """Close the files."""
-        self._catalog.close()
-
-    def catch_up(self, made: Gallery) -> None:
-        """Carry over what was written so far, in rounds, so that few writes are left.
-
-        Raises: GalleryWriteError, GalleryCorruptError.
-        """
+    def catch_up(self, made: Gallery, on_progress: Progress | None = None) -> int:
         if self._given is None:
             self._given = [*made.schema()]
             self._note()
-        for _ in range(_ROUNDS):
-            if not self.carry(made):
-                return
+        touched = super().catch_up(made, on_progress)
+        self.count += touched
+        return touched
 
-    def carry(self, made: Gallery) -> int:
-        """Carry over the writes since the last call; returns their number.
-
-        Raises: GalleryWriteError, GalleryCorruptError.
-        """
+    def _remove(self, made: Gallery, keys: Sequence[str]) -> None:
         with self._catalog.reading() as view:
-            seq, ids = view.state().seq, view.changed_since(self._seq)
-            removed = view.removed_keys(self._seq)
-        if len(ids) or removed:
-            for precision in self._old.precision.split("+"):
-                made.admit(precision)
-        for start in range(0, len(removed), _CHUNK):
-            with self._catalog.reading() as view:
-                items, vectors = view.restorable(removed[start : start + _CHUNK])
-            keys = [item.key for item in items]
-            known = made.stored(keys)
-            # Items that the new generation never had are added, to let their removal be undone.
-            _add(made, [one for one in _entries(items, vectors) if one.key not in known])
-            made.remove(keys)
-        for start in range(0, len(ids), _CHUNK):
-            items, vectors = self._old.items_at(ids[start : start + _CHUNK].tolist())
-            new = [n for n, item in enumerate(items) if item.id > self._last]
-            _add(made, _entries([items[n] for n in new], vectors[new]))
-            updated = {item.key: item.attributes for item in items if item.id <= self._last}
-            self._update(made, updated)
-        self._seq = seq
-        self.count += len(ids) + len(removed)
-        return len(ids) + len(removed)
+            items, vectors = view.restorable(keys)
+        known = made.stored([item.key for item in items])
+        # Items that the new generation never had are added, to let their removal be undone.
+        self._add(made, [one for one in as_entries(items, vectors) if one.key not in known])
+        super()._remove(made, keys)
 
-    def _update(self, made: Gallery, updated: Mapping[str, Mapping[str, AttributeValue]]) -> None:
-        kept = made.stored([*updated])  # the source has no longer the others
+    def _take(self, made: Gallery, ids: Ids, _: Progress | None) -> None:
+        items, vectors = self.gallery.items_at(ids.tolist())
+        new = [n for n, item in enumerate(items) if item.id > self._last]
+        self._add(made, as_entries([items[n] for n in new], vectors[new]))
+        updated = {item.key: item.attributes for item in items if item.id <= self._last}
+        kept = [*made.stored([*updated])]  # the source has no longer the others
         given = {*(self._given or ())}
-        entries = [
-            replace(entry, attributes={**entry.attributes, **_without(updated[entry.key], given)})
-            for entry in made.entries([*kept])
-        ]
-        _add(made, entries)
+        self._add(
+            made,
+            [
+                replace(entry, attributes=_merged(entry.attributes, updated[key], given))
+                for key, entry in zip(kept, made.entries(kept), strict=True)
+            ],
+        )
+
+    def _add(self, made: Gallery, entries: list[Entry]) -> None:
+        for precision in self.gallery.precision.split("+"):
+            made.admit(precision)
+        try:
+            made.add(entries)
+        except InvalidParameterError:  # an attribute has another type in the new generation
+            for entry in entries:
+                fitting = _fitting(entry.key, entry.attributes, made.schema())
+                made.add([replace(entry, attributes=fitting)])
 
 
-def _entries(items: Sequence[Item], vectors: Embeddings) -> list[Entry]:
-    return [
-        Entry(item.key, vector, item.sha256, item.attributes, item.path, item.format)
-        for item, vector in zip(items, vectors, strict=True)
-    ]
-
-
-def _without(
-    attributes: Mapping[str, AttributeValue], given: set[str]
+def _merged(
+    source: Mapping[str, AttributeValue], own: Mapping[str, AttributeValue], given: set[str]
 ) -> dict[str, AttributeValue]:
-    return {name: value for name, value in attributes.items() if name not in given}
-
-
-def _add(made: Gallery, entries: list[Entry]) -> None:
-    try:
-        made.add(entries)
-    except InvalidParameterError:  # an attribute has another type in the new generation
-        for entry in entries:
-            fitting = _fitting(entry.key, entry.attributes, made.schema())
-            made.add([replace(entry, attributes=fitting)])
+    """The attributes of an item: those `given` by the source, and its own other ones."""
+    chosen = {name: value for name, value in source.items() if name in given}
+    return chosen | {name: value for name, value in own.items() if name not in given}
 
 
 def _fitting(
@@ -372,7 +346,7 @@ class _Draft:
     manifest: GalleryManifest
     gallery: Gallery
     old: Gallery | None
-    later: _LaterWrites | None
+    later: _Carried | None
 
     def publish(
         self,
@@ -389,7 +363,7 @@ class _Draft:
         self.gallery.forget_unused_attributes()
         self.gallery.compact(settings, wait=True, on_progress=on_progress)
         if self.later is not None:
-            self.later.catch_up(self.gallery)
+            self.later.catch_up_in_rounds(self.gallery)
         self.gallery.close()
         # Verify the files on the disk before the generation becomes visible.
         Gallery.open(self.staging.path, verify_hashes=True).close()
@@ -403,7 +377,7 @@ class _Draft:
                 stack.enter_context(self.folder.replacing())
                 with contextlib.closing(Gallery.open(self.staging.path, load_index=False)) as now:
                     now.when_full = "grow"
-                    self.later.carry(now)
+                    self.later.catch_up(now)
                 facts["carried"] = self.later.count
             report = report.model_copy(update=facts)
             text = report.model_dump_json(indent=2, exclude={"generation"}) + "\n"
@@ -424,10 +398,10 @@ def _draft(folder: GalleryFolder, manifest: GalleryManifest, operation: str) -> 
         gallery.when_full = "grow"
         stack.callback(gallery.close)
         old, later = stack.enter_context(_replaced(folder)), None
-        if old is not None and _LaterWrites.can_follow(old, manifest):
+        if old is not None and _Carried.can_follow(old, manifest):
             with disk_errors_explained(folder.path, _KEPT):
                 later = stack.enter_context(
-                    contextlib.closing(_LaterWrites(old, staging.path, manifest))
+                    contextlib.closing(_Carried(old, staging.path, manifest))
                 )
         else:
             stack.enter_context(folder.replacing())

@@ -1,13 +1,14 @@
 """Rebuild a gallery with another model while the old gallery stays in use, then swap them."""
 
+import abc
 import contextlib
-from collections.abc import Callable, Iterable, Set
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from hashlib import blake2b
+from itertools import islice
 from pathlib import Path
 from time import perf_counter
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import BaseModel
 
 from kinlens.embedder.durable import sync_tree
@@ -18,16 +19,17 @@ from kinlens.embedder.errors import (
     SourceError,
 )
 from kinlens.embedder.session import Embedder
+from kinlens.embedder.sources.names import composed
 from kinlens.indexer.catalog.database import Catalog
 from kinlens.indexer.folder.layout import GalleryFolder, disk_errors_explained
 from kinlens.indexer.folder.manifest import GalleryManifest, read_manifest, write_manifest
 from kinlens.indexer.gallery import Gallery
-from kinlens.indexer.ingest.add import Ingest, remove_in_parts
+from kinlens.indexer.ingest.add import Ingest
 from kinlens.indexer.ingest.embed import EmbedSettings, Failure
 from kinlens.indexer.ingest.sources import Record, Source
 from kinlens.indexer.live.backup import write_backup
 from kinlens.indexer.live.compaction import CATALOG
-from kinlens.indexer.types import Ids, Item, Progress
+from kinlens.indexer.types import Ids, Item, Progress, find_sorted
 
 OnCopy = Callable[[Path], None]
 """Changes or checks the copy of a gallery, in this folder, before it replaces another gallery."""
@@ -36,9 +38,10 @@ ReadImage = Callable[[Item | Record], bytes]
 """Reads the image of an item as it was indexed. Raises: GalleryError, ImageError, OSError."""
 
 _CHUNK = 4096  # items per read transaction of the catalogue
-_NO_IDS: Ids = np.empty(0, np.int64)
+_NO_KEYS: Ids = np.empty(0, np.int64)
 
 _ROUNDS = 8  # attempts to catch up with changes that arrived during the previous round
+_FEW = 64  # changes that can be repeated while writers wait
 _SHOWN = 100
 
 
@@ -96,11 +99,78 @@ def _refuse_other(folder: GalleryFolder, current: Gallery) -> None:
         )
 
 
-class CatchUp:
+class LaterWrites(abc.ABC):
+    """Repeats the writes to `gallery` in the one that will replace it. Not thread-safe."""
+
+    def __init__(self, gallery: Gallery) -> None:
+        """Raises: GalleryCorruptError."""
+        self.gallery = gallery
+        self._catalog = Catalog.open(gallery.generation_folder / CATALOG)
+        self._seq = -1  # the last write that was repeated
+        # The keys that it had at first, as of `numbered`; None if `made` has no other ones.
+        self._had: Ids | None = None
+
+    def close(self) -> None:
+        """Close the files."""
+        self._catalog.close()
+
+    def catch_up(self, made: Gallery, on_progress: Progress | None = None) -> int:
+        """Repeat in `made` what was written since the last call.
+
+        Returns the number of added, changed and removed items.
+
+        Raises: GalleryCorruptError; GalleryWriteError; the errors of the subclass.
+        """
+        with self._catalog.reading() as view:
+            state, changed = view.state(), view.changed_since(self._seq)
+            removed = view.removed_keys(self._seq)
+        for start in range(0, len(removed), _CHUNK):
+            self._remove(made, removed[start : start + _CHUNK])
+        for start in range(0, len(changed), _CHUNK):
+            self._take(made, changed[start : start + _CHUNK], on_progress)
+        # A compaction since then may have erased removals.
+        lost = self._lost(made) if state.segment_seq > self._seq else []
+        for start in range(0, len(lost), _CHUNK):
+            made.remove(lost[start : start + _CHUNK])
+        self._seq = state.seq
+        return len(changed) + len(removed) + len(lost)
+
+    def catch_up_in_rounds(self, made: Gallery) -> int:
+        """Catch up until a round finds nothing, or a few times; returns what the last one found.
+
+        Raises: the errors of `catch_up`.
+        """
+        found = 0
+        for _ in range(_ROUNDS):
+            found = self.catch_up(made)
+            if not found:
+                break
+        return found
+
+    def _remove(self, made: Gallery, keys: Sequence[str]) -> None:
+        made.remove(keys)
+
+    @abc.abstractmethod
+    def _take(self, made: Gallery, ids: Ids, on_progress: Progress | None) -> None:
+        """Write these items of the gallery, as far as they are still there, to `made`."""
+
+    def _lost(self, made: Gallery) -> list[str]:
+        """The keys in `made` that the gallery had, and has no more. Reads every item of both."""
+        there, lost = numbered(self.gallery), list[str]()
+        for keys, numbers in _parts(made):
+            is_lost = find_sorted(numbers, there) < 0
+            if self._had is not None:
+                is_lost &= find_sorted(numbers, self._had) >= 0
+            lost += [keys[n] for n in np.flatnonzero(is_lost)]
+        return lost
+
+
+class CatchUp(LaterWrites):
     """Replicates the gallery in folder `path`, and its later changes, to a candidate gallery with
-    another model. Not thread-safe. Takes 16 bytes per item.
+    another model.
 
     Attributes:
+        found: number of items of the gallery at the last `catch_up`.
         failures: items whose images cannot be read, by item id.
         embedded: number of images that the model embedded.
     """
@@ -114,37 +184,26 @@ class CatchUp:
     ) -> None:
         """Raises: GalleryNotFoundError, GalleryCorruptError."""
         self.embedder = embedder
+        self.found = 0
         self.failures: dict[int, Failure] = {}
         self.embedded = 0
         self._read_image = read_image
         self._settings = settings or EmbedSettings()
-        self._seq = -1
-        # The ids of the items of the gallery, ascending, and the ids of the same items in the
-        # candidate.
-        self._ids, self._copies = _NO_IDS, _NO_IDS
         self._folder = GalleryFolder(path)
-        self.gallery = Gallery.open(path, load_index=False)
-        self._catalog = Catalog.open(self._folder.current() / CATALOG)
+        super().__init__(Gallery.open(path, load_index=False))
 
     @property
     def path(self) -> Path:
         """The folder of the gallery that is replicated."""
         return self._folder.path
 
-    @property
-    def found(self) -> int:
-        """Number of items of the gallery at the last `catch_up`."""
-        return len(self._ids) + len(self.failures)
-
     def close(self) -> None:
         """Close the files."""
-        self._catalog.close()
+        super().close()
         self.gallery.close()
 
-    def catch_up(self, candidate: Gallery, on_progress: Progress | None = None) -> int:
-        """Bring `candidate` to the present state of the gallery.
-
-        Returns the number of added, changed and removed items.
+    def catch_up(self, made: Gallery, on_progress: Progress | None = None) -> int:
+        """Bring the candidate `made` to the present state of the gallery.
 
         Raises: GalleryBusyError if a build has replaced the gallery; GalleryCorruptError;
             GalleryWriteError; BundleError; InvalidParameterError.
@@ -154,45 +213,18 @@ class CatchUp:
                 f"The gallery {self.path} was replaced by a build since the start; nothing was "
                 "changed. Start again with the new gallery."
             )
-        since, self._seq = self._seq, -1  # -1 until this round is complete
-        is_first = since < 0
-        if is_first:  # also after an interrupted round
-            self._ids, self._copies, self.failures = _NO_IDS, _NO_IDS, {}
+        touched = super().catch_up(made, on_progress)
         with self._catalog.reading() as view:
-            seq, live = view.state().seq, view.live_ids()
-            changed = _NO_IDS if is_first else view.changed_since(since)
-        before = np.union1d(self._ids, np.array([*self.failures], np.int64))
-        removed = np.setdiff1d(before, live)
-        fresh = np.union1d(np.setdiff1d(live, before), changed)
-        old = candidate.ids() if is_first else self._forget(np.union1d(removed, fresh))
-        pairs = [np.column_stack([self._ids, self._copies])]
-        for start in range(0, len(fresh), _CHUNK):
-            some = fresh[start : start + _CHUNK]
-            pairs += [self._take(candidate, some, on_progress)]
-        both = np.concatenate(pairs)
-        self._ids, self._copies = both[np.argsort(both[:, 0])].T
-        # Remove old copies, except those that are now the copy of another item.
-        remove_in_parts(candidate, np.setdiff1d(old, self._copies))
-        self._seq = seq
-        return len(fresh) + len(removed)
+            self.found = view.state().size
+            there = view.get([*self.failures])
+        self.failures = {number: self.failures[number] for number in there}
+        return touched
 
     def restart(self) -> None:
         """Make the next `catch_up` compare all items, for a candidate without earlier changes."""
         self._seq = -1
 
-    def _forget(self, removed: Ids) -> Ids:
-        """Forget items; returns the ids that they had in the candidate."""
-        for number in removed.tolist():
-            self.failures.pop(number, None)
-        is_removed = np.isin(self._ids, removed)
-        copies = self._copies[is_removed]
-        self._ids, self._copies = self._ids[~is_removed], self._copies[~is_removed]
-        return copies
-
-    def _take(
-        self, candidate: Gallery, ids: Ids, on_progress: Progress | None
-    ) -> NDArray[np.int64]:
-        """Copy items to the candidate; returns the ids (N, 2) in both galleries."""
+    def _take(self, made: Gallery, ids: Ids, on_progress: Progress | None) -> None:
         with self._catalog.reading() as view:
             items = {item.key: item for item in view.get(ids.tolist()).values()}
         source = Source(
@@ -202,14 +234,25 @@ class CatchUp:
             f"gallery {self.gallery.name}",
             read=lambda record, _: self._read_image(items[record.key]),
         )
-        work = Ingest(candidate, source, self.embedder, None)
+        work = Ingest(made, source, self.embedder, None)
         work.run(self._settings, on_progress)
         self.embedded += work.embedded
-        for failure in work.failures:
-            self.failures[items.pop(failure.key).id] = failure
-        copies = candidate.stored([*items])
-        pairs = [(item.id, copies[key].id) for key, item in items.items()]
-        return np.array(pairs, np.int64).reshape(-1, 2)
+        for item in items.values():
+            self.failures.pop(item.id, None)
+        self.failures |= {items[failure.key].id: failure for failure in work.failures}
+        made.remove([failure.key for failure in work.failures])  # what it had with earlier images
+
+
+def numbered(gallery: Gallery) -> Ids:
+    """A number for each key of the gallery, ascending; it is the same in each process."""
+    return np.sort(np.concatenate([_NO_KEYS, *(numbers for _, numbers in _parts(gallery))]))
+
+
+def _parts(gallery: Gallery) -> Iterator[tuple[list[str], Ids]]:
+    items = gallery.items()
+    while keys := [item.key for item in islice(items, _CHUNK)]:
+        digests = (blake2b(composed(key).encode(), digest_size=8).digest() for key in keys)
+        yield keys, np.frombuffer(b"".join(digests), np.int64)
 
 
 def _record(item: Item) -> Record:
@@ -312,14 +355,24 @@ def swap_in(
         than they are replicated, or a build runs; the errors of `adopt`.
     """
 
-    def replicate(copy: Path, rounds: int) -> None:
+    def replicate(copy: Path, catch_up: Callable[[Gallery], int]) -> int:
         with contextlib.closing(Gallery.open(copy, load_index=False)) as made:
             made.when_full = "grow"
-            _catch_up(follower, made, rounds)
+            touched = catch_up(made)
             check_missing(missing_since(follower, known_missing), follower.found, max_missing)
+            return touched
+
+    def prepare(copy: Path) -> None:
+        touched = replicate(copy, follower.catch_up_in_rounds)
+        if touched > _FEW:
+            raise GalleryBusyError(
+                f"The gallery {follower.path} changes faster than the new one can catch up: "
+                f"{touched:,} items in the last of {_ROUNDS} rounds. Swap it when there are fewer "
+                "changes."
+            )
 
     def finish(copy: Path) -> None:
-        replicate(copy, 1)
+        replicate(copy, follower.catch_up)
         if before_publish is not None:
             before_publish()
 
@@ -327,7 +380,7 @@ def swap_in(
         return adopt(
             follower.path,
             candidate,
-            before_lock=partial(replicate, rounds=_ROUNDS),
+            before_lock=prepare,
             under_lock=finish,
             on_progress=on_progress,
         )
@@ -351,18 +404,3 @@ def check_missing(failures: Iterable[Failure], found: int, max_missing: float) -
         f"{max_missing:.1%}. The first is {first.key!r}: {first.reason} Restore the images, "
         "remove these items, or rebuild with a higher max_missing."
     )
-
-
-def _catch_up(follower: CatchUp, made: Gallery, rounds: int) -> None:
-    few = 64
-    touched = 0
-    for _ in range(rounds):
-        touched = follower.catch_up(made)
-        if not touched:
-            return
-    if rounds > 1 and touched > few:
-        raise GalleryBusyError(
-            f"The gallery {follower.path} changes faster than the new one can catch up: "
-            f"{touched:,} items in the last of {rounds} rounds. Swap it when there are fewer "
-            "changes."
-        )

@@ -14,6 +14,7 @@ from kinlens.embedder.errors import (
 from kinlens.embedder.types import Embeddings, ItemId
 from kinlens.indexer.attributes import Schema
 from kinlens.indexer.catalog.database import Catalog, catalog_view
+from kinlens.indexer.catalog.entries import as_entries
 from kinlens.indexer.catalog.read import CatalogView
 from kinlens.indexer.filters.text import Where
 from kinlens.indexer.filters.tree import check_attribute
@@ -157,12 +158,12 @@ class GalleryReader(Searcher):
     def entries(self, keys: Sequence[str]) -> list[Entry]:
         with self._catalog.reading() as view:
             ids = ids_of_keys(view, keys)
-            return _entries(view.known(ids), view.vectors(ids))
+            return as_entries(view.known(ids), view.vectors(ids))
 
     def scan(self, batch_size: int = _PAGE) -> Iterator[list[Entry]]:
         with self._own_view() as view:
             for ids, vectors in view.iter_vectors(batch_size):
-                yield _entries(view.known(ids), vectors)
+                yield as_entries(view.known(ids), vectors)
 
     def iter_vectors(self, batch_size: int = _PAGE) -> Iterator[tuple[Ids, Embeddings]]:
         """Batches of ids (N,) and vectors (N, D) of all items of one state, by ascending id."""
@@ -281,10 +282,3 @@ def check_sorted(offset: int, limit: int, after: ItemId) -> None:
             f"offset + limit = {offset + limit:,}; at most {MAX_SORTED:,} items are sorted. "
             "Narrow the list with a filter, or omit sort_by."
         )
-
-
-def _entries(items: Sequence[Item], vectors: Embeddings) -> list[Entry]:
-    return [
-        Entry(item.key, vector, item.sha256, item.attributes, item.path, item.format)
-        for item, vector in zip(items, vectors, strict=True)
-    ]

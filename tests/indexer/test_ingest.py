@@ -1,5 +1,6 @@
 """Adding and building: only what changed is embedded, and what is finished stays."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -8,6 +9,8 @@ import threading
 from collections import namedtuple
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -33,9 +36,9 @@ from kinlens.indexer.ingest.add import AddReport, add_source
 from kinlens.indexer.ingest.build import BuildSettings, build_gallery
 from kinlens.indexer.ingest.embed import Outcome, embedded_batches
 from kinlens.indexer.ingest.sources import Record, Source, csv_source, folder_source
-from kinlens.indexer.types import Entry, Written
+from kinlens.indexer.types import Entry, GalleryExport, Progress, Written
 from tests.indexer.conftest import PHOTOS, CountingEmbedder, fails_at, faults, listed, query
-from tests.support.seams import EmbedSettings
+from tests.support.seams import EmbedSettings, import_gallery
 from tests.tiny import encoded, photo
 
 
@@ -476,3 +479,54 @@ def test_a_source_without_one_readable_image_is_refused_and_changes_nothing(
     with pytest.raises(SourceError, match=r"None of the 5 images .* 0\.jpg: The file is not"):
         build_gallery(folder_source(bad), embedder, built)
     assert current_generation(built) == before
+
+
+@pytest.mark.parametrize("moment", ["embedding", "interruption", "indexing", "swap"])
+@pytest.mark.parametrize("operation", ["build", "import"])
+def test_what_a_compaction_erases_meanwhile_does_not_come_back(
+    built, shop, embedder, operation: str, moment: str
+) -> None:
+    """Attributes that are removed stay away, too, in each spelling of a key."""
+    composed, decomposed = "\u00e9.png", "e\u0301.png"
+    (shop / decomposed).write_bytes(encoded(photo(77)))
+    with closing(Gallery.open(built)) as old:
+        old.add([replace(entry, key=composed) for entry in old.entries(["f.gif"])])
+        entries = [replace(entry, attributes={}) for entry in chain(*old.scan())]
+        facts = {"name": "shop", "bundle_id": old.bundle_id}
+        dump = GalleryExport(facts, old.dim, len(entries), lambda: iter(entries))
+
+        def run(on_progress: Progress, on_indexed: Progress) -> None:
+            if operation == "build":
+                build_gallery(folder_source(shop), embedder, built, None, on_progress, on_indexed)
+            else:
+                import_gallery(dump, built, on_progress=on_progress, on_indexed=on_indexed)
+
+        left = ["embedding", "interruption", "indexing", "swap"]
+
+        def reach(*moments: str) -> None:
+            while left and left[0] in moments:
+                reached = left.pop(0)
+                if reached == "embedding":
+                    old.update({composed: {"price": 5, "old": True}})
+                if reached == moment:
+                    old.update({composed: {"old": None}})
+                    old.remove(["hat/d.bmp", "cup/a.png"])
+                    old.compact()
+                    old.add([replace(entries[0], key="cup/a.png", attributes={"back": True})])
+                    if moment == "interruption":
+                        raise KeyboardInterrupt
+
+        def hook(point: str) -> None:
+            if point.startswith("generation"):
+                reach("swap")
+
+        for _ in range(2 if moment == "interruption" else 1):
+            with faults(hook), contextlib.suppress(KeyboardInterrupt):
+                run(lambda _: reach("embedding", "interruption"), lambda _: reach("indexing"))
+        assert not left
+        with pytest.raises(GalleryBusyError, match="was replaced by a build"):
+            old.remove(["f.gif"])
+    attributes = {key.replace(decomposed, composed): own for _, key, own in items(built)}
+    assert attributes.keys() == {*PHOTOS, composed} - {"hat/d.bmp"}
+    assert attributes["cup/a.png"] == {"back": True}
+    assert attributes[composed] == {"price": 5}

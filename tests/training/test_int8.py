@@ -1,4 +1,4 @@
-"""int8: GPTQ and the correction of biases, on small random networks."""
+"""int8: the correction of biases, on small random networks."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,13 +7,12 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
 from kinlens.embedder.types import Embeddings, Images
 from kinlens.training.export import int8 as int8_module
 from kinlens.training.export.bundle import write_onnx
-from kinlens.training.export.int8 import gptq, quantize_int8
+from kinlens.training.export.int8 import quantize_int8
 
 SIDE = 24
 Kind = Callable[[], nn.Module]
@@ -93,7 +92,7 @@ def test_correction_brings_outputs_nearer_to_fp32(make: Callable[[Kind], Export]
     unseen = smooth_images(64, seed=1)
     expected = run(export.fp32, unseen)
     plain, corrected = (run(path, unseen) - expected for path in (export.plain, export.int8))
-    assert np.abs(corrected).mean() < 0.7 * np.abs(plain).mean()
+    assert np.abs(corrected).mean() < 0.9 * np.abs(plain).mean()
     # (n, 12 channels, 6 x 6): the shift of a channel is what bias correction removes.
     shifts = [np.abs(e.reshape(64, 12, -1).mean(axis=(0, 2))).mean() for e in (corrected, plain)]
     assert shifts[0] < 0.2 * shifts[1]
@@ -112,41 +111,3 @@ def test_channels_that_are_always_zero_do_no_harm(make: Callable[[Kind], Export]
     expected = run(export.fp32, export.images)
     plain, corrected = (run(path, export.images) - expected for path in (export.plain, export.int8))
     assert np.abs(corrected).mean() <= np.abs(plain).mean()
-
-
-def correlated(groups: int, columns: int, seed: int = 0) -> NDArray[np.float64]:
-    """A covariance (G, K, K) of full rank, far from diagonal."""
-    rng = np.random.default_rng(seed)
-    x = rng.normal(size=(groups, 3 * columns, columns)) + 2 * rng.normal(
-        size=(groups, 3 * columns, 1)
-    )
-    x *= rng.uniform(0.5, 2, size=(groups, 1, columns))
-    return np.asarray(x.swapaxes(1, 2) @ x / x.shape[1])
-
-
-def by_the_definition(
-    weights: NDArray[np.float64], scales: NDArray[np.float64], covariance: NDArray[np.float64]
-) -> NDArray[np.float64]:
-    """Equation 2 of the paper for one group: the inverse of each step is computed afresh."""
-    order = list(np.argsort(-np.diag(covariance), kind="stable"))
-    damped = covariance + 0.01 * np.diag(covariance).mean() * np.eye(len(order))
-    left, codes = weights.copy(), np.zeros_like(weights)
-    for position, column in enumerate(order):
-        inverse = np.linalg.inv(damped[np.ix_(order[position:], order[position:])])
-        codes[:, column] = np.clip(np.rint(left[:, column] / scales), -127, 127)
-        error = (left[:, column] - codes[:, column] * scales) / inverse[0, 0]
-        left[:, order[position:]] -= error[:, None] * inverse[0]
-    return codes
-
-
-def test_gptq_is_its_definition_in_all_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(int8_module, "_BLOCK", 8)
-    weights = np.random.default_rng(1).normal(size=(3, 5, 20))
-    scales = np.abs(weights).max(axis=2, keepdims=True) / 20  # coarse; some codes leave ±127
-    scales[:, 0] /= 10
-    covariance = correlated(3, 20)
-    found = gptq(weights, scales, covariance)
-    assert np.abs(found).max() == 127
-    for group in range(3):
-        expected = by_the_definition(weights[group], scales[group, :, 0], covariance[group])
-        np.testing.assert_array_equal(found[group], expected)

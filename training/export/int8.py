@@ -1,14 +1,13 @@
 """int8 for the CPU: onnxruntime quantizes the trunk, then each convolution is corrected.
 
 Rounded weights shift the mean of each channel, and these shifts add up over the layers of a trained
-network. GPTQ and bias correction remove most of them. See docs/decisions/0021.
+network. Correcting the biases removes most of them. See docs/decisions/0021.
 """
 
 from pathlib import Path
 
 import numpy as np
 import onnx
-import torch
 from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, helper, numpy_helper
 
@@ -26,10 +25,6 @@ _INT8 = "Add AveragePool Clip Concat Conv Gemm GlobalAveragePool MatMul MaxPool 
 _FLOAT_CONVOLUTIONS = 3
 """The first ones are thin: int8 saves no time there, and their rounding costs the most accuracy."""
 _POSITIONS = 16
-_MAX_COLUMNS = 2304
-"""256 channels of 3 x 3. GPTQ inverts a matrix of columns x columns; 4,608 take 10 s and 1 GB."""
-_DAMPING = 0.01
-_BLOCK = 128
 _INT32 = 2**31 - 1
 
 _Floats = NDArray[np.float64]
@@ -101,13 +96,10 @@ def _add_missing_biases(model: ModelProto, convolutions: list[NodeProto]) -> Non
 
 
 def correct(model: Path, prepared: Path, images: Images) -> None:
-    """Round the weights of the quantized convolutions again, and correct their biases.
+    """Correct the biases of the quantized convolutions.
 
-    With input patches x of the fp32 network, weights W and Q = scale * round(W / scale):
-
-    - Q is rounded by GPTQ (https://arxiv.org/abs/2210.17323), where an output channel has at most
-      2,304 weights. The covariance of x takes the place of X Xᵀ: biases remove the mean error.
-    - b += (W - Q) E[x] (https://arxiv.org/abs/1906.04721, section 4.2).
+    b += (W - Q) E[x] (https://arxiv.org/abs/1906.04721, section 4.2), with input patches x of the
+    fp32 network, weights W and Q = scale * round(W / scale).
 
     x is sampled at 16 random positions of each image, with a fixed seed. Two-dimensional
     convolutions with explicit pads and weights of their own are corrected, others are unchanged.
@@ -127,8 +119,7 @@ def correct(model: Path, prepared: Path, images: Images) -> None:
                 layers.append((node, patches))
     if layers:
         _watch(fp32, layers, images, prepared)
-    while layers:  # frees each covariance after its use
-        node, patches = layers.pop(0)
+    for node, patches in layers:
         kernel, bias = (dequantized[name] for name in twins[node.name].input[1:])
         exact = numpy_helper.to_array(weights[node.input[1]]).astype(np.float64)
         rounded, scale, codes, step = (
@@ -137,18 +128,11 @@ def correct(model: Path, prepared: Path, images: Images) -> None:
         )
         shape = patches.groups, len(exact) // patches.groups, -1  # (G, O, K)
         scales = np.broadcast_to(scale.reshape(-1), len(exact)).reshape(shape)
-        mean, covariance = patches.moments()
-        new = rounded.reshape(shape)
-        if covariance is not None:
-            new = gptq(exact.reshape(shape), scales, covariance)
-        errors = exact.reshape(shape) - new * scales  # (G, O, K)
-        shift = (errors @ mean[..., None]).reshape(-1)
+        errors = exact.reshape(shape) - rounded.reshape(shape) * scales  # (G, O, K)
+        shift = (errors @ patches.mean()[..., None]).reshape(-1)
         moved = np.clip(codes + np.rint(shift / np.where(step > 0, step, 1)), -_INT32, _INT32)
-        for name, values in (
-            (kernel.input[0], new.reshape(exact.shape).astype(np.int8)),
-            (bias.input[0], moved.astype(np.int32)),
-        ):
-            tensors[name].CopyFrom(numpy_helper.from_array(values, name))
+        name = bias.input[0]
+        tensors[name].CopyFrom(numpy_helper.from_array(moved.astype(np.int32), name))
     onnx.save(int8, model)
 
 
@@ -167,7 +151,7 @@ def _watch(model: ModelProto, layers: list[_Layer], images: Images, path: Path) 
 
 
 class _Patches:
-    """Sums over the input patches of a convolution: G groups, K = C / G * kh * kw columns.
+    """The mean of the input patches of a convolution: G groups, K = C / G * kh * kw columns.
 
     `known` is whether it is two-dimensional with explicit pads, so that patches can be cut.
     """
@@ -181,6 +165,7 @@ class _Patches:
         self._dilations = given.get("dilations", [1, 1])
         self._pads = given.get("pads", [0, 0, 0, 0])
         self._count = 0
+        self._sum: _Floats = np.zeros(1)
 
     def add(self, maps: NDArray[np.float32], random: np.random.Generator) -> None:
         """Add patches of (n, C, h, w), the same number from each image."""
@@ -194,54 +179,9 @@ class _Patches:
         chosen = windows[np.arange(len(maps))[:, None], :, at // columns, at % columns]
         # (n, positions, C, kh, kw) to (G, P, K)
         x = chosen.reshape(at.size, self.groups, -1).swapaxes(0, 1)
-        if not self._count:
-            # float32 sums far from the mean would lose the variance.
-            self._origin = x.mean(axis=1, keepdims=True)
-            self._sum, self._products = np.zeros(1, np.float32), np.zeros(1, np.float32)
-        x = x - self._origin
         self._count += at.size
-        self._sum = self._sum + x.sum(axis=1)
-        if x.shape[2] <= _MAX_COLUMNS:
-            self._products = self._products + x.swapaxes(1, 2) @ x
+        self._sum = self._sum + x.sum(axis=1, dtype=np.float64)
 
-    def moments(self) -> tuple[_Floats, _Floats | None]:
-        """Mean (G, K) and covariance (G, K, K), None above 2,304 columns."""
-        mean = self._sum.astype(np.float64) / self._count
-        covariance = None
-        if mean.shape[1] <= _MAX_COLUMNS:
-            covariance = self._products / self._count - mean[:, :, None] * mean[:, None]
-        return mean + self._origin[:, 0], covariance
-
-
-def gptq(weights: _Floats, scales: _Floats, covariance: _Floats) -> _Floats:
-    """Whole numbers Q in ±127 that keep (W - scale * Q) x small, separately for each group.
-
-    Algorithm 1 of https://arxiv.org/abs/2210.17323: the error of a column is fed to those not yet
-    rounded. Columns go in descending order of their variance, with 1 % damping. Weights and result
-    are (G, O, K), scales (G, O, 1) and above 0, the covariance of x (G, K, K).
-    """
-    variance = np.diagonal(covariance, axis1=1, axis2=2)  # (G, K)
-    order = np.argsort(-variance, axis=1, kind="stable")
-    damping = _DAMPING * variance.mean(axis=1, keepdims=True)
-    damped = np.take_along_axis(covariance, order[:, None], axis=2)
-    damped = np.take_along_axis(damped, order[:, :, None], axis=1)
-    every = np.arange(damped.shape[1])
-    damped[:, every, every] += np.where(damping > 0, damping, 1)  # 1 if nothing varies
-    # numpy takes several times as long as torch.
-    inverse = torch.linalg.inv(torch.from_numpy(damped))
-    upper = torch.linalg.cholesky(inverse, upper=True).numpy()
-    left = np.take_along_axis(weights.swapaxes(1, 2), order[:, :, None], axis=1)  # (G, K, O)
-    scales = scales[..., 0]
-    rounded = np.empty_like(left)
-    for start in range(0, len(every), _BLOCK):
-        block = slice(start, start + _BLOCK)
-        errors = np.zeros_like(left[:, block])
-        for j in every[block]:
-            rounded[:, j] = np.clip(np.rint(left[:, j] / scales), -127, 127)
-            errors[:, j - start] = (left[:, j] - rounded[:, j] * scales) / upper[:, j, j, None]
-            left[:, block] -= upper[:, j, block, None] * errors[:, j - start, None]
-        rest = slice(start + _BLOCK, None)
-        left[:, rest] -= upper[:, block, rest].swapaxes(1, 2) @ errors
-    whole = np.empty_like(rounded)
-    np.put_along_axis(whole, order[:, :, None], rounded, axis=1)
-    return whole.swapaxes(1, 2)
+    def mean(self) -> _Floats:
+        """(G, K)."""
+        return self._sum / self._count

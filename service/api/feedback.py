@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, HTTPException, Query, Request, Response
 from pydantic import Field
@@ -15,7 +15,7 @@ from kinlens.service.api.requests import Strict, read_form
 from kinlens.service.galleries.feedback import IMAGE_PX, FeedbackStore, Question, as_csv
 from kinlens.service.http import bodies
 from kinlens.service.http.bodies import FORM, JSON, checked, fault
-from kinlens.service.http.openapi import problems
+from kinlens.service.http.openapi import body_docs, inlined, problems
 from kinlens.service.http.rules import Route, rule
 from kinlens.service.runtime import Runtime
 
@@ -45,12 +45,13 @@ _IMAGE = {
     "format": "binary",
     "description": "The image of the search, byte for byte; only if the service stores images.",
 }
-_SCHEMA = FeedbackModel.model_json_schema()
-_CONTENT = {
-    JSON: {"schema": _SCHEMA},
-    FORM: {"schema": _SCHEMA | {"properties": {**_SCHEMA["properties"], "image": _IMAGE}}},
-}
 router = APIRouter(route_class=Route)
+
+
+def _docs() -> dict[str, Any]:
+    schema = inlined(FeedbackModel)
+    form = schema | {"properties": {**schema["properties"], "image": _IMAGE}}
+    return body_docs({JSON: {"schema": schema}, FORM: {"schema": form}})
 
 
 @router.post(
@@ -58,9 +59,8 @@ router = APIRouter(route_class=Route)
     status_code=204,
     responses=problems(*FAILURES, errors.ItemNotFoundError, errors.StateError),
     summary="Report whether an item was right",
-    openapi_extra={"requestBody": {"required": True, "content": _CONTENT}},
 )
-@rule("search", "items", "form_image", stores=True)
+@rule("search", "items", "form_image", stores=True, docs=_docs)
 async def feedback(runtime: Service, request: Request) -> None:
     """Stores that an item was right or wrong for a query, without any data about the caller.
 

@@ -23,7 +23,7 @@ from kinlens.service.api.requests import read_form
 from kinlens.service.concurrency import within
 from kinlens.service.galleries.registry import Served
 from kinlens.service.http.bodies import FORM, checked, fault, off_loop, parse_json, read_body
-from kinlens.service.http.openapi import problems
+from kinlens.service.http.openapi import body_docs, problems
 from kinlens.service.http.rules import Route, rule
 from kinlens.service.runtime import Runtime
 
@@ -62,9 +62,8 @@ async def queries(runtime: Service, name: str) -> GoldenQueries:
     "",
     responses=problems(*CHANGE_FAILURES, *_MODEL, *IMAGE_FAILURES, errors.FilterError),
     summary="Label a query",
-    openapi_extra={"requestBody": {"required": True, "content": {FORM: {"schema": _ADD_FORM}}}},
 )
-@rule("write", "galleries", "image")
+@rule("write", "galleries", "image", docs=partial(body_docs, {FORM: {"schema": _ADD_FORM}}))
 async def add(runtime: Service, name: str, request: Request) -> GoldenQuery:
     """Store an image with its right items; an image that is stored already gets the new label.
 

@@ -3,6 +3,7 @@
 import hashlib
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any, Self, get_args
 
 from fastapi import APIRouter, Query, Request
@@ -52,8 +53,8 @@ from kinlens.service.galleries.items import Changed, ItemOutcome, NewItem, Statu
 from kinlens.service.galleries.links import image_link
 from kinlens.service.galleries.locations import Gallery
 from kinlens.service.http import bodies
-from kinlens.service.http.bodies import FORM, JSON, body_docs, checked, read_model
-from kinlens.service.http.openapi import problems
+from kinlens.service.http.bodies import FORM, JSON, checked, read_model
+from kinlens.service.http.openapi import body_docs, inlined, model_docs, problems
 from kinlens.service.http.rules import Route, rule
 from kinlens.service.problems import described, request_id_of
 from kinlens.service.runtime import Runtime
@@ -201,10 +202,12 @@ _PUT_FORM = {
         ),
     },
 }
-_PUT_CONTENT = {
-    FORM: {"schema": _PUT_FORM, "encoding": {"attributes": {"contentType": JSON}}},
-    JSON: {"schema": requests.inlined(PutItems)},
-}
+
+
+def _put_docs() -> dict[str, Any]:
+    form = {"schema": _PUT_FORM, "encoding": {"attributes": {"contentType": JSON}}}
+    return body_docs({FORM: form, JSON: {"schema": inlined(PutItems)}})
+
 
 router = APIRouter(route_class=Route, prefix="/galleries/{name}/items")
 
@@ -296,9 +299,8 @@ async def item_by_key(runtime: Service, name: str, key: Key) -> ItemModel:
     name="patch",
     responses=problems(*CHANGE_FAILURES, errors.ItemNotFoundError),
     summary="Change attributes of an item by key",
-    openapi_extra=body_docs(KeyChanges),
 )
-@rule("write", "items", "keys")
+@rule("write", "items", "keys", docs=partial(model_docs, KeyChanges))
 async def patch_by_key(runtime: Service, request: Request, name: str, key: Key) -> PatchAnswer:
     """Change attributes of one item: {"price": 49.9, "sale": null}."""
     sent = await read_model(request, KeyChanges)
@@ -324,9 +326,8 @@ async def remove_by_key(runtime: Service, request: Request, name: str, key: Key)
     "",
     responses=problems(*CHANGE_FAILURES, *IMAGE_FAILURES, errors.DeltaFullError),
     summary="Put items",
-    openapi_extra={"requestBody": {"required": True, "content": _PUT_CONTENT}},
 )
-@rule("write", "items", "batch")
+@rule("write", "items", "batch", docs=_put_docs)
 async def put(runtime: Service, name: str, request: Request) -> PutAnswer:
     """Add items, or replace items with the same keys. A bad image only fails its own item.
 
@@ -353,9 +354,8 @@ async def put(runtime: Service, name: str, request: Request) -> PutAnswer:
     "",
     responses=problems(*CHANGE_FAILURES, errors.ItemNotFoundError, errors.FilterError),
     summary="Change attributes",
-    openapi_extra=body_docs(PatchItems),
 )
-@rule("write", "items", "keys")
+@rule("write", "items", "keys", docs=partial(model_docs, PatchItems))
 async def patch(runtime: Service, name: str, request: Request) -> PatchAnswer:
     """Change attributes of items by key or by product, all or none; or of all items that match a
     filter, in steps of 10,000.
@@ -387,9 +387,8 @@ async def remove(
     "/delete",
     responses=problems(*CHANGE_FAILURES, errors.FilterError, errors.GalleryConflictError),
     summary="Remove many items",
-    openapi_extra=body_docs(RemoveItems),
 )
-@rule("write", "items", "keys")
+@rule("write", "items", "keys", docs=partial(model_docs, RemoveItems))
 async def remove_many(runtime: Service, name: str, request: Request) -> RemoveAnswer:
     """Remove the items with these keys, or all items that match a filter.
 
@@ -412,9 +411,8 @@ async def remove_many(runtime: Service, name: str, request: Request) -> RemoveAn
     "/restore",
     responses=problems(*CHANGE_FAILURES, errors.DeltaFullError),
     summary="Undo a removal",
-    openapi_extra=body_docs(RestoreItems),
 )
-@rule("write", "items", "keys")
+@rule("write", "items", "keys", docs=partial(model_docs, RestoreItems))
 async def restore(runtime: Service, name: str, request: Request) -> RestoreAnswer:
     """Restore items that were removed within the last day, unchanged, under new ids.
 

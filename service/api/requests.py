@@ -137,24 +137,6 @@ def custom_error(message: str) -> PydanticCustomError:
     return PydanticCustomError("out_of_range", "{message}", {"message": message})
 
 
-def inlined(model: type[BaseModel]) -> dict[str, Any]:
-    """The JSON schema of a model, with nested models inlined instead of referenced."""
-    schema = model.model_json_schema()
-    definitions = schema.pop("$defs", {})
-
-    def resolved(value: Any) -> Any:
-        if isinstance(value, list):
-            return [resolved(part) for part in value]
-        if not isinstance(value, dict):
-            return value
-        if "$ref" in value:
-            return resolved(definitions[value["$ref"].rpartition("/")[2]])
-        return {name: resolved(part) for name, part in value.items()}
-
-    whole: dict[str, Any] = resolved(schema)
-    return whole
-
-
 def _box(value: Any) -> Box:
     """A validator for a crop: four numbers, or a text with four numbers separated by commas."""
     parts = value.split(",", _CORNERS) if isinstance(value, str) else value

@@ -24,11 +24,11 @@ from kinlens.service.api.galleries import (
     Service,
 )
 from kinlens.service.api.images import original
-from kinlens.service.api.requests import SearchFields, SearchRequest, Strict, inlined
+from kinlens.service.api.requests import SearchFields, SearchRequest, Strict
 from kinlens.service.galleries.feedback import FeedbackStore, Question
 from kinlens.service.galleries.links import with_links
 from kinlens.service.http.bodies import FORM, IMAGE, JSON, RAW, while_connected
-from kinlens.service.http.openapi import problems
+from kinlens.service.http.openapi import body_docs, inlined, problems
 from kinlens.service.http.rules import RequestRoute, Route, rule
 from kinlens.service.problems import described, request_id_of
 from kinlens.service.runtime import Runtime
@@ -123,22 +123,28 @@ def _form(max_images: int) -> dict[str, Any]:
     }
 
 
-_SEARCH_DOCS = {
-    "parameters": _parameters(SearchRequest),
-    "requestBody": {
-        "required": True,
-        "content": {
-            FORM: {"schema": _form(Settings.max_images)},
-            JSON: {"schema": inlined(SearchRequest), "examples": _REQUESTS},
-            RAW: {"schema": _FILE},
-            IMAGE: {"schema": _FILE},
-        },
-    },
-}
-_BATCH_CONTENT = {
-    JSON: {"schema": inlined(BatchRequest), "examples": _BATCHES},
-    FORM: {"schema": _form(Settings.max_batch_queries) | {"required": ["image"]}},
-}
+def _search_docs() -> dict[str, Any]:
+    content = {
+        FORM: {"schema": _form(Settings.max_images)},
+        JSON: {"schema": inlined(SearchRequest), "examples": _REQUESTS},
+        RAW: {"schema": _FILE},
+        IMAGE: {"schema": _FILE},
+    }
+    return {"parameters": _parameters(SearchRequest), **body_docs(content)}
+
+
+def _batch_docs() -> dict[str, Any]:
+    content = {
+        JSON: {"schema": inlined(BatchRequest), "examples": _BATCHES},
+        FORM: {"schema": _form(Settings.max_batch_queries) | {"required": ["image"]}},
+    }
+    return body_docs(content)
+
+
+def _similar_docs() -> dict[str, Any]:
+    return {"parameters": _parameters(SearchFields)}
+
+
 router = APIRouter(route_class=RequestRoute)
 
 
@@ -146,10 +152,9 @@ router = APIRouter(route_class=RequestRoute)
     "/search",
     response_model=models.SearchAnswer,
     responses={200: {"description": "The hits or groups."}, **problems(*_SEARCH)},
-    openapi_extra=_SEARCH_DOCS,
     summary="Search with images or items",
 )
-@rule("search", "items", "image")
+@rule("search", "items", "image", docs=_search_docs)
 async def search(request: Request) -> Response:
     """The items of a gallery that are visually most similar to the query, best first.
 
@@ -171,10 +176,9 @@ async def search(request: Request) -> Response:
         200: {"description": "An outcome for each query, in order."},
         **problems(errors.InvalidParameterError, errors.OverloadedError),
     },
-    openapi_extra={"requestBody": {"required": True, "content": _BATCH_CONTENT}},
     summary="Several searches at once",
 )
-@rule("search", "items", "batch")
+@rule("search", "items", "batch", docs=_batch_docs)
 async def search_batch(request: Request) -> Response:
     """Several independent searches; a query that fails has a problem in place of an answer.
 
@@ -200,10 +204,9 @@ for _path, _by, _item in ITEM_PATHS:
             200: {"description": "Similar items, without the item itself."},
             **problems(*_SIMILAR),
         },
-        openapi_extra={"parameters": _parameters(SearchFields)},
         summary=f"Search with an item{_by}",
     )
-    @rule("search", "items")
+    @rule("search", "items", docs=_similar_docs)
     async def similar(
         runtime: Service, request: Request, name: str, generation: Generation, ref: ItemRef = _item
     ) -> Response:
@@ -231,10 +234,9 @@ for _path, _by, _item in ITEM_PATHS:
             200: {"description": "The share of each region in the score."},
             **problems(*_SEARCH, errors.GalleryConflictError),
         },
-        openapi_extra=_SEARCH_DOCS,
         summary=f"Explain a hit{_by}",
     )
-    @rule("search", "items", "image")
+    @rule("search", "items", "image", docs=_search_docs)
     async def explain_hit(
         runtime: Service, request: Request, name: str, ref: ItemRef = _item
     ) -> Response:

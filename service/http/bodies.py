@@ -468,12 +468,6 @@ async def read_model(request: Request, model: type[M]) -> M:
     return read() if len(body) <= INLINE_BYTES else await off_loop(request, read)
 
 
-def body_docs(model: type[BaseModel]) -> dict[str, Any]:
-    """The OpenAPI of a body for `read_model`; the model must not contain other models."""
-    content = {JSON: {"schema": model.model_json_schema()}}
-    return {"requestBody": {"required": True, "content": content}}
-
-
 def checked(
     model: type[M],
     value: Any,

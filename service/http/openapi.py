@@ -10,6 +10,7 @@ from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
 from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 
@@ -94,6 +95,34 @@ def problems(*kinds: ProblemType | type[KinlensError]) -> dict[int | str, dict[s
     return responses
 
 
+def body_docs(content: dict[str, Any]) -> dict[str, Any]:
+    """The OpenAPI of an operation with a body of these media types."""
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def model_docs(model: type[BaseModel]) -> dict[str, Any]:
+    """The OpenAPI of an operation with a model as its JSON body."""
+    return body_docs({JSON: {"schema": inlined(model)}})
+
+
+def inlined(model: type[BaseModel]) -> dict[str, Any]:
+    """The JSON schema of a model, with nested models inlined instead of referenced."""
+    schema = model.model_json_schema()
+    definitions = schema.pop("$defs", {})
+
+    def resolved(value: Any) -> Any:
+        if isinstance(value, list):
+            return [resolved(part) for part in value]
+        if not isinstance(value, dict):
+            return value
+        if "$ref" in value:
+            return resolved(definitions[value["$ref"].rpartition("/")[2]])
+        return {name: resolved(part) for name, part in value.items()}
+
+    whole: dict[str, Any] = resolved(schema)
+    return whole
+
+
 def openapi_routes(app: FastAPI, assets: Assets) -> APIRouter:
     """Add the problem schema to `app.openapi`, and build the routes of the document and its viewer.
 
@@ -141,6 +170,9 @@ def openapi_routes(app: FastAPI, assets: Assets) -> APIRouter:
 
 def _document(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
+        for route in app.routes:
+            if isinstance(route, Route) and route.rule.docs is not None:
+                route.openapi_extra = route.rule.docs()
         document = get_openapi(
             title=app.title, version=app.version, description=app.description, routes=app.routes
         )

@@ -78,6 +78,7 @@ class Rule:
         scope: None is public.
         stores: whether it stores data although the scope `search` is enough.
         is_counted: whether its requests are charged to a rate.
+        docs: makes what the OpenAPI of its operation has in addition, when it is asked for.
     """
 
     scope: models.Scope | None
@@ -85,6 +86,7 @@ class Rule:
     body: BodyKind = "plain"
     stores: bool = field(default=False, kw_only=True)
     is_counted: bool = field(default=True, kw_only=True)
+    docs: Callable[[], dict[str, Any]] | None = field(default=None, kw_only=True)
 
     def __call__(self, function: F) -> F:
         """Declare this rule for the route that is made from `function`."""

@@ -5,7 +5,8 @@
 
 A share of the items has the same image. Queries are usual ones (benchmarks/clustered.py) or close
 to that image, in turns. Each kind of search is compared with its usual query, and with a usual
-query without options.
+query without options. At last, what hiding a removed item costs in 10 million of which a share are
+pairs of copies, without searches.
 """
 
 import contextlib
@@ -21,13 +22,16 @@ from clustered import clustered_batches, clustered_queries
 from harness import count_of, heading, options, ratio, row, timed_ms, verdict
 
 from kinlens.embedder.types import Embeddings
+from kinlens.indexer.bits import empty_bits, put_bits
 from kinlens.indexer.filters.text import parse_filter
 from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.index.copies import Copies
 from kinlens.indexer.index.plan import IndexSettings
 from kinlens.indexer.ingest.build import import_gallery
-from kinlens.indexer.types import Entry, GalleryExport, Grouping, SearchOptions
+from kinlens.indexer.types import Entry, GalleryExport, Grouping, Ids, SearchOptions
 
 K, ADDED, TARGET = 20, 2000, 3.0
+MANY = 10_000_000
 BRANDS = 500
 
 
@@ -47,6 +51,30 @@ def main() -> None:
                 gallery.add([*itertools.islice(entries(start=n), ADDED)])
                 head(f"with {ADDED:,} later items")
                 compared(gallery, n, args.dim, args.rounds)
+    removals(args.share, args.rounds)
+
+
+def removals(share: float, rounds: int) -> None:
+    """Compare what a removal hides: looked up in its contents, and from all copies anew."""
+    rng = np.random.default_rng(0)
+    pairs = np.sort(rng.permutation(MANY)[: int(MANY * share / 2) * 2].reshape(2, -1), axis=0)
+    firsts = np.tile(pairs[0], 2)
+    copies = Copies.from_array(np.stack([firsts, pairs.ravel()]), MANY)
+    tombstones = empty_bits(MANY)
+    calls: dict[str, Callable[[Ids], object]] = {
+        "its contents": lambda rows: copies.hidden_by(rows, tombstones),
+        "all copies": lambda _: copies.folded(~tombstones),
+    }
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(rounds):
+        rows = pairs[number % 2, number : number + 1]
+        put_bits(tombstones, rows, True)
+        for name, call in calls.items():
+            call(rows[:0])  # what is made once, when a segment is opened
+            times[name].append(timed_ms(partial(call, rows)))
+    heading(f"a removal in {MANY:,} items, {share:.0%} of them copies", "ms")
+    for name, own in times.items():
+        row(name, statistics.median(own))
 
 
 def head(title: str) -> None:

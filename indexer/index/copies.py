@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
-from kinlens.indexer.bits import Bits, empty_bits, has_bits, put_bits
+from kinlens.indexer.bits import Bits, has_bits, packed_bits, put_bits
 from kinlens.indexer.types import Ids, StoredRows, find_sorted, numbers_in
 
 _BLOCK = 65_536  # vectors that are read at a time
@@ -113,11 +114,29 @@ class Copies:
         flags[self.firsts] = has_any
         return np.packbits(flags, bitorder="little")
 
+    def hidden_by(self, removed: Ids, tombstones: Bits) -> Ids:
+        """The rows that stand for no item as soon as these rows (N,) are among the tombstones.
+
+        These are the rows without copies, and the first rows of contents that are removed as a
+        whole. The cost depends on the contents of the removed rows alone.
+        """
+        contents = self._contents[removed]
+        touched = np.unique(contents[contents >= 0]).astype(np.int64)
+        owners, _ = self.rows_of(touched, ~tombstones, 1)
+        return np.concatenate([removed[contents < 0], self.firsts[np.delete(touched, owners)]])
+
+    @cached_property
+    def _contents(self) -> NDArray[np.int32]:
+        """The content of each row (size,); -1 for rows without copies."""
+        contents = np.full(self._size, -1, np.int32)
+        contents[self.rows] = np.repeat(np.arange(len(self.starts)), self._ends - self.starts)
+        return contents
+
     @cached_property
     def _later_bits(self) -> Bits:
-        bits = empty_bits(self._size)
-        put_bits(bits, self.later, True)
-        return bits
+        is_later = np.zeros(self._size, np.bool_)
+        is_later[self.later] = True
+        return packed_bits(is_later)
 
 
 def by_owner(parts: Sequence[tuple[Ids, Ids]]) -> tuple[Ids, Ids]:

@@ -91,11 +91,13 @@ class Snapshot:
     def load(cls, view: CatalogView, state: State, segment: Segment | None) -> "Snapshot":
         """Load the snapshot of a state: its open segment and all later changes."""
         delta = Delta.of(*view.added_since(state.segment_seq))
-        none = empty_bits(0)
-        loaded = cls(state, state.base, segment, none, 0, none, 0, delta)
         if segment is None:
-            return loaded
-        return loaded._with_tombstones(segment.removed, view.removed_since(state.segment_seq))
+            none = empty_bits(0)
+            return cls(state, state.base, None, none, 0, none, 0, delta)
+        gone, copies = segment.removed, segment.copies
+        hidden = gone if copies is None else ~copies.folded(~gone)
+        loaded = cls(state, state.base, segment, gone, 0, hidden, 0, delta)
+        return loaded._without(view.removed_since(state.segment_seq))
 
     def advanced(self, view: CatalogView, state: State) -> "Snapshot":
         """The snapshot of a later state with the same segment, even if a newer segment exists."""
@@ -103,7 +105,7 @@ class Snapshot:
         delta = self.delta.changed(*view.added_since(self.state.seq), removed)
         later = replace(self, state=state, delta=delta, known=_Known(self.known.columns))
         if self.segment is not None and len(removed):
-            return later._with_tombstones(self.tombstones, removed)
+            return later._without(removed)
         return later
 
     @property
@@ -353,23 +355,22 @@ class Snapshot:
         is_missing = positions < 0
         return np.where(is_missing, -1, ids) if np.count_nonzero(is_missing) else ids
 
-    def _with_tombstones(self, before: Bits, removed: Ids) -> "Snapshot":
-        """This snapshot with the positions in `before` and those of more removed items marked."""
+    def _without(self, removed: Ids) -> "Snapshot":
+        """This snapshot without these items of the segment; other ids are ignored."""
         assert self.segment is not None
         positions = self.segment.positions_of(removed)
-        tombstones = before.copy()
-        put_bits(tombstones, positions[positions >= 0], True)
-        count, hidden = count_of(tombstones, self.segment_size), tombstones
-        hidden_count = count
+        positions = positions[positions >= 0]
+        tombstones, hidden = self.tombstones.copy(), self.hidden.copy()
+        put_bits(tombstones, positions, True)
         if self.segment.copies is not None:
-            hidden = ~self.segment.copies.folded(~tombstones)
-            hidden_count = count_of(hidden, self.segment_size)
+            positions = self.segment.copies.hidden_by(positions, tombstones)
+        put_bits(hidden, positions, True)
         return replace(
             self,
             tombstones=tombstones,
-            tombstone_count=count,
+            tombstone_count=count_of(tombstones, self.segment_size),
             hidden=hidden,
-            hidden_count=hidden_count,
+            hidden_count=count_of(hidden, self.segment_size),
         )
 
 

@@ -10,10 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kinlens.indexer.bits import count_of, empty_bits, put_bits
 from kinlens.indexer.checks.verify import check_files
 from kinlens.indexer.filters.tree import Equals, Range
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.index import faiss as engine
+from kinlens.indexer.index.copies import Copies
 from kinlens.indexer.index.plan import IndexSettings
 from kinlens.indexer.types import Entry, Grouping, SearchOptions
 from tests.indexer.oracle import (
@@ -100,10 +102,16 @@ def test_copies_come_and_go_and_searches_equal_brute_force(
             gallery.add(added)
             entries += added
             if step % 2:
-                # Also the first item of each image, which the index contains.
-                gone = {e.key for e in [*entries[:40], *draw.sample(entries, 60)]}
-                gallery.remove(gone)
-                entries = [e for e in entries if e.key not in gone]
+                # Also the first item of each image, which the index contains, and all of some.
+                last = {e.sha256 for e in entries[40:50]}
+                own = [e for e in entries if e.sha256 in last]
+                for some in ([*entries[:40], *draw.sample(entries, 60)], own[::2], own[1::2]):
+                    gone = {e.key for e in some}
+                    gallery.remove(gone)
+                    entries = [e for e in entries if e.key not in gone]
+                    look(gallery, entries, draw)
+                back = {item.key for item in gallery.restore([e.key for e in own[::3]])}
+                entries += [e for e in own if e.key in back]
             look(gallery, entries, draw)
             gallery.compact(settings, keep_removed_s=draw.choice([0, 3600]))
             look(gallery, entries, draw)
@@ -114,6 +122,21 @@ def test_copies_come_and_go_and_searches_equal_brute_force(
     with closing(Gallery.open(path)) as again:
         look(again, entries, draw)
     check_files(path)
+
+
+def test_removals_one_by_one_hide_what_all_removals_together_hide() -> None:
+    draw = np.random.default_rng(4)
+    for size in (1, 7, 300, 5000):
+        images = draw.integers(0, [1, size, size // 3 + 1][size % 3], size)
+        rows = np.argsort(images, kind="stable")
+        copies = Copies.find(np.ones((size, 1), np.float32), rows, images[rows], size)
+        tombstones = empty_bits(size)
+        hidden = ~copies.folded(~tombstones)
+        for removed in np.array_split(draw.permutation(size), 30):
+            put_bits(tombstones, removed, True)
+            put_bits(hidden, copies.hidden_by(removed, tombstones), True)
+            assert np.array_equal(hidden, ~copies.folded(~tombstones))
+        assert count_of(hidden, size) == size
 
 
 def test_vectors_of_one_image_that_differ_by_rounding_become_equal(gallery: Gallery) -> None:

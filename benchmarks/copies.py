@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def removals(share: float, rounds: int) -> None:
-    """Compare what a removal hides: looked up in its contents, and from all copies anew."""
+    """Compare what a removal hides: by its own content, and by all copies."""
     rng = np.random.default_rng(0)
     pairs = np.sort(rng.permutation(MANY)[: int(MANY * share / 2) * 2].reshape(2, -1), axis=0)
     firsts = np.tile(pairs[0], 2)

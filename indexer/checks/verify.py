@@ -106,33 +106,33 @@ class Recall:
     k: int
 
 
-def measured_recall(gallery: Gallery, queries: Embeddings) -> Recall:
-    """Recall at 10 of `queries` (Q, D). Raises: InvalidParameterError."""
-    truth, _ = gallery.nearest(queries, K, _EXACT)
-    found, _ = gallery.nearest(queries, K)
-    return _part_found(found, truth, len(queries))
+def measured_recall(
+    gallery: Gallery, queries: Embeddings, own: Sequence[int] | None = None
+) -> Recall:
+    """Recall at 10 of `queries` (Q, D).
 
+    own: the item of each query, which does not count; None if they belong to no items.
 
-def own_recall(gallery: Gallery, ids: Sequence[int], vectors: Embeddings) -> Recall:
-    """Recall at 10 of stored vectors (Q, D), not counting the item of each vector."""
-    own = np.asarray(ids, dtype=np.int64)[:, None]
-    truth = _without(own, *gallery.nearest(vectors, K + 1, _EXACT))
-    found = _without(own, *gallery.nearest(vectors, K + 1))
-    return _part_found(found, truth, len(ids))
-
-
-def _without(own: Ids, scores: Scores, ids: Ids) -> Scores:
-    """Scores (Q, k) of other items. If an item did not find itself, its worst hit is dropped."""
-    others = np.where((ids == own) | (ids < 0), -np.inf, scores)
-    return -np.sort(-others, axis=1)[:, :-1]
-
-
-def _part_found(found: Scores, truth: Scores, queries: int) -> Recall:
+    Raises: InvalidParameterError.
+    """
+    truth, found = (_scores(gallery, queries, own, options) for options in (_EXACT, None))
     if not truth.size:
-        return Recall(1.0, queries, truth.shape[1])
+        return Recall(1.0, len(queries), 0)
     worst = np.where(np.isfinite(truth), truth, np.inf).min(axis=1, keepdims=True)
     hits = int(((found >= worst - SAME_SCORE) & np.isfinite(found)).sum())
-    return Recall(min(1.0, hits / int(np.isfinite(truth).sum())), queries, truth.shape[1])
+    part = min(1.0, hits / int(np.isfinite(truth).sum()))
+    return Recall(part, len(queries), truth.shape[1])
+
+
+def _scores(
+    gallery: Gallery, queries: Embeddings, own: Sequence[int] | None, options: SearchOptions | None
+) -> Scores:
+    """Scores (Q, k) of other items. If an item did not find itself, its worst hit is dropped."""
+    if own is None:
+        return gallery.nearest(queries, K, options)[0]
+    scores, ids = gallery.nearest(queries, K + 1, options)
+    others = np.where((ids == np.array(own)[:, None]) | (ids < 0), -np.inf, scores)
+    return -np.sort(-others, axis=1)[:, :-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +221,11 @@ def verify_gallery(
             checked += len(items)
             if on_progress is not None:
                 on_progress(len(chunk))
-        recall = _recall(gallery, ids, settings.queries)
+        queries, own = settings.queries, None
+        if queries is None:
+            items, queries = gallery.items_at(ids[:_SAMPLE].tolist())
+            own = [item.id for item in items]
+        recall = measured_recall(gallery, queries, own)
         return _report(gallery, embedder, settings, checked, problems, recall)
 
 
@@ -314,13 +318,6 @@ def _not_first(
                     f"({own_score:.6f})."
                 )
     return faults
-
-
-def _recall(gallery: Gallery, ids: Ids, queries: Embeddings | None) -> Recall:
-    if queries is not None:
-        return measured_recall(gallery, queries)
-    own, vectors = gallery.items_at(ids[:_SAMPLE].tolist())
-    return own_recall(gallery, [item.id for item in own], vectors) if own else Recall(1.0, 0, 0)
 
 
 def _report(

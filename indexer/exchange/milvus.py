@@ -80,6 +80,7 @@ from kinlens.indexer.live.ranking import (
     Reorder,
     best_groups,
     best_hits,
+    check_counting,
     check_options,
     check_search,
 )
@@ -690,15 +691,11 @@ def _counted(
     names: Sequence[str],
 ) -> Sequence[Row]:
     """The rows whose values are counted."""
-    check_options(1, options)
+    query = check_counting(options, now.facts.dim, query)
     condition, what = both(now.condition(options.where), keys), f"facets = {', '.join(names):.160}"
     least = options.min_score
-    if least is None:
+    if least is None or query is None:
         return _few(now, condition, what)
-    if query is None or not len(query):
-        raise InvalidParameterError(
-            f"Facets with min_score need a query. Give an array of shape (Q, {now.facts.dim})."
-        )
     query = _checked(now, query, 1, options)
     found = now.search(query, MAX_SORTED + 1, condition, options.effort, options.exact)
     near = [row["entity"] for best in found for row in best if row["distance"] >= least]

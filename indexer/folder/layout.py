@@ -340,9 +340,9 @@ class GalleryFolder:
             )
 
     def _foreign_entries(self) -> Iterator[Path]:
-        if self.path.is_dir():
-            yield from (entry for entry in self.path.iterdir() if entry.name not in _OWN_NAMES)
-        elif self.path.exists():
+        own = self.path.iterdir() if self.path.is_dir() else ()
+        yield from (one for one in own if not is_stage(one) and one.name not in _OWN_NAMES)
+        if self.path.exists() and not self.path.is_dir():
             yield self.path
         for entry in self._entries():
             is_aside = is_stage(entry) or entry.name.startswith(_DRAFT)

@@ -22,6 +22,7 @@ from kinlens.indexer.live.ranking import (
     Reorder,
     best_groups,
     best_hits,
+    check_counting,
     check_options,
     check_search,
 )
@@ -128,14 +129,7 @@ class Searcher(VectorStore):
         prefix: str = "",
     ) -> dict[str, Facet]:
         options, names = options or _DEFAULTS, checked_names(names)
-        check_options(1, options)
-        if query is not None:
-            query = check_search(1, options, self._dim, query)
-        query_count = 0 if query is None else len(query)
-        if query_count < (options.min_score is not None):
-            raise InvalidParameterError(
-                f"Facets with min_score need a query. Give an array of shape (Q, {self._dim})."
-            )
+        query = check_counting(options, self._dim, query)
         with self._snapshots.reading() as now:
             if not now.snapshot.size:
                 return {name: Facet() for name in names}

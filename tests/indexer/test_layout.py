@@ -56,7 +56,7 @@ def test_open_generations_and_the_previous_one_stay_and_older_ones_are_removed(o
 
 def test_what_killed_builds_leave_does_not_pile_up_or_prevent_the_next(out) -> None:
     (out / "versions" / ".stage-a1b2_c3d").mkdir(parents=True)
-    for name in ("LOCK", ".CURRENT.tmp"):
+    for name in ("LOCK", ".CURRENT.tmp", ".stage-q7w8_e9r"):
         (out / name).touch()
     current = publish(out)
     assert names(out) == {current}

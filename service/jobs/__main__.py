@@ -8,9 +8,14 @@ from pathlib import Path
 
 from kinlens.models import JobKind
 from kinlens.service.jobs.params import Plan, params_of
-from kinlens.service.jobs.rebuild import Context, compact_gallery, rebuild_gallery, swap_gallery
+from kinlens.service.jobs.rebuild import (
+    Context,
+    compact_gallery,
+    rebuild_gallery,
+    swap_gallery,
+    sync_gallery,
+)
 from kinlens.service.jobs.store import JobFolders, JobStore, reason_of
-from kinlens.service.jobs.sync import sync_gallery
 from kinlens.service.jobs.train import train_gallery
 
 WORK: Mapping[JobKind, Callable[[Context], None]] = {

@@ -28,7 +28,7 @@ from kinlens.embedder.types import SHORT
 from kinlens.indexer.galleries import current_manifest
 from kinlens.indexer.ingest.sync import MaxRemoved
 from kinlens.models import BundleModel, JobKind, JobOptions
-from kinlens.service.access.binding import of_caller
+from kinlens.service.access.keys import of_caller
 from kinlens.service.galleries.locations import (
     GalleryLocation,
     Locations,

@@ -1,4 +1,6 @@
-"""Jobs on galleries: compact; swap with another gallery; rebuild with another model."""
+"""Jobs on galleries: compact; make equal to a folder or list; swap with another gallery; rebuild
+with another model.
+"""
 
 import contextlib
 import json
@@ -15,12 +17,12 @@ from typing import Any, Literal
 from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.durable import make_folder, rename, staged, sync_tree
 from kinlens.embedder.engines.models import SessionSettings
-from kinlens.embedder.errors import GalleryError, JobConflictError
+from kinlens.embedder.errors import GalleryError, JobConflictError, SourceError
 from kinlens.embedder.seen import Seen
 from kinlens.embedder.session import OnnxEmbedder
 from kinlens.embedder.sources.tables import class_in
 from kinlens.golden import Interval
-from kinlens.indexer.galleries import copy_bytes, current_manifest
+from kinlens.indexer.galleries import KEEP_REMOVED_S, copy_bytes, current_manifest
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.images import ANY_SIZE, read_image
 from kinlens.indexer.ingest.rebuild import (
@@ -32,6 +34,7 @@ from kinlens.indexer.ingest.rebuild import (
     swap_in,
 )
 from kinlens.indexer.ingest.sources import Record
+from kinlens.indexer.ingest.sync import MaxRemoved, SyncSettings, source_of, sync_source
 from kinlens.indexer.types import Item, Progress
 from kinlens.quality.calibrator import Calibrator
 from kinlens.quality.compare import Comparison, compare
@@ -55,6 +58,7 @@ from kinlens.service.jobs.params import (
     Plan,
     RebuildParams,
     SwapParams,
+    SyncParams,
     params_of,
 )
 from kinlens.service.jobs.store import TOTAL, Job, JobFolders, JobStore
@@ -63,7 +67,7 @@ _BUNDLE_DIGITS = 16  # of its id, in the name of its folder
 _REPORT_EVERY_S = 0.2
 _WORDS = {True: "good enough", False: "refused", None: "not judged"}
 _BY_HAND = "The new model is kept: look at the figures, then swap it in by hand or leave it."
-_SHOWN = 100
+_SHOWN = 100  # failures in a report
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +169,40 @@ def compact_gallery(context: Context) -> None:
         report = gallery.compact(wait=True, on_progress=index)
         context.report(segment=report.segment, elapsed_s=round(report.elapsed_s, 3))
     UploadFolder(context.plan.gallery).sweep()  # images of items that can no longer be restored
+
+
+def sync_gallery(context: Context) -> None:
+    """Make the gallery of a job equal to its image root, or to a folder of the settings.
+
+    Raises: SourceError if more items would be removed than its parameters allow.
+    """
+    params, plan = context.params, context.plan
+    assert isinstance(params, SyncParams)
+    assert plan.bundle is not None
+    bundle = plan.bundle
+    settings = SyncSettings(
+        MaxRemoved.parse(params.max_removed), params.uploads, params.checksum, params.dry_run
+    )
+    with contextlib.closing(
+        Gallery.open(plan.gallery, image_root=plan.image_root, load_index=False)
+    ) as gallery:
+        source = source_of(gallery, plan.folder or gallery.image_root, None)
+        report = sync_source(
+            gallery,
+            source,
+            lambda: opened(bundle, plan.session),
+            settings,
+            context.progress("compare images", 0.0, 0.4, source.count),
+            context.progress("embed images", 0.4, 0.9, source.count),
+        )
+        shown = report.model_copy(update={"failures": report.failures[:_SHOWN]})
+        skipped = len(report.failures)
+        context.report(sync=shown.model_dump(mode="json"), skipped=skipped)
+        if report.refused:
+            raise SourceError(report.refused)
+        if not params.dry_run and gallery.needs_compaction() is not None:
+            index = context.progress("build the index", 0.9, 0.99, gallery.size)
+            gallery.compact(wait=True, keep_removed_s=KEEP_REMOVED_S, on_progress=index)
 
 
 def swap_gallery(context: Context) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from kinlens.embedder.durable import make_folder
 from kinlens.embedder.errors import JobConflictError, JobNotFoundError, KinlensError, StateError
 from kinlens.models import JobKind, JobModel, JobState
-from kinlens.service.access.binding import of_caller
+from kinlens.service.access.keys import of_caller
 
 ACTIVE: tuple[JobState, ...] = ("queued", "running")
 ENDED: tuple[JobState, ...] = ("succeeded", "failed", "cancelled")

@@ -7,16 +7,22 @@ import sys
 from kinlens.environment import isolate
 from kinlens.service.encoding import spawn
 
+_LIGHT = frozenset(["audit", "keys", "settings"])
+"""Commands that need no part of the service, so they are quick."""
+
+_WITHOUT_MODEL = _LIGHT | {"work", "backup", "restore", "feedback", "--help", "--version"}
+
 
 def main() -> None:
     """Run the command line."""
     isolate()
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "1")  # it looks through all packages for them
-    spawn.prepare(sys.argv[1:])  # it imports the libraries of models while this process imports
+    if not _WITHOUT_MODEL & {*sys.argv[1:]}:
+        spawn.prepare()  # it imports the libraries of models while this process imports
     gc.disable()  # imported objects stay, so a search for garbage finds none
     from kinlens.service.commands import without_service
 
-    if not without_service.NAMES & {*sys.argv[1:2]}:
+    if not _LIGHT & {*sys.argv[1:2]}:
         from kinlens.service.commands import program  # noqa: F401  it adds the other commands
     gc.enable()
     without_service.app()

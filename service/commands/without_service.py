@@ -1,4 +1,4 @@
-"""The program kinlens-serve with the commands that need no part of the service, so they are quick.
+"""The program kinlens-serve with the commands that need no part of the service.
 
 `kinlens.service.commands.program` adds the others.
 """
@@ -12,8 +12,6 @@ try:
     from kinlens.service.commands import keys, settings
 except ModuleNotFoundError as missing:
     raise SystemExit(missing_package("kinlens-serve", missing, "cpu", "gpu")) from None
-
-NAMES = frozenset(["audit", "keys", "settings"])
 
 app = typer.Typer(
     cls=Commands, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False

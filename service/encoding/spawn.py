@@ -20,9 +20,6 @@ _ENVIRONMENT = dict.fromkeys(
     ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "PYDANTIC_DISABLE_PLUGINS"), "1"
 )
 _PASSED_ON = ("LD_LIBRARY_PATH", "HOME", "XDG_CACHE_HOME")  # the last two for measured speeds
-_WITHOUT_SERVICE = frozenset(
-    ["settings", "work", "backup", "restore", "audit", "feedback", "keys", "--help", "--version"]
-)
 
 
 class Interpreter(NamedTuple):
@@ -41,14 +38,12 @@ class Interpreter(NamedTuple):
 _prepared: list[Interpreter] = []
 
 
-def prepare(arguments: Sequence[str]) -> None:
-    """Start an interpreter in advance, unless the command line runs a command without a service.
-
-    It is a matter of speed alone: one that nobody takes ends with this process.
+def prepare() -> None:
+    """Start an interpreter in advance. It is a matter of speed alone: one that nobody takes ends
+    with this process.
     """
-    if not _WITHOUT_SERVICE & {*arguments}:
-        with contextlib.suppress(OSError):  # the fork server reports it when it starts
-            _prepared.append(_spawned())
+    with contextlib.suppress(OSError):  # the fork server reports it when it starts
+        _prepared.append(_spawned())
 
 
 def interpreter(arguments: Sequence[str]) -> Interpreter:

@@ -14,7 +14,7 @@ from kinlens.embedder.types import SHORT
 from kinlens.indexer.galleries import gpu_memory
 from kinlens.indexer.gallery import Gallery as IndexedGallery
 from kinlens.indexer.types import IndexLocation
-from kinlens.service.access.binding import Binding
+from kinlens.service.access.keys import Binding
 from kinlens.service.concurrency import KeyedThreads, Recent
 from kinlens.service.encoding.model import Model, Models
 from kinlens.service.galleries.registry import Registry, Served, probe

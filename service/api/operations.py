@@ -9,7 +9,7 @@ from fastapi.responses import JSONResponse
 from kinlens.embedder.errors import GalleryNotFoundError, InvalidParameterError, KeyMissingError
 from kinlens.embedder.machine import free_memory_mb
 from kinlens.models import IndexLocation, Live, Ready, Startup
-from kinlens.service.access.binding import of_caller
+from kinlens.service.access.keys import of_caller
 from kinlens.service.api.galleries import Service
 from kinlens.service.http.openapi import problems
 from kinlens.service.http.rules import Route, rule

@@ -20,7 +20,7 @@ from kinlens.indexer.galleries import current_generation, delete_gallery
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.types import checked_name
 from kinlens.models import JobModel
-from kinlens.service.access.binding import of_caller
+from kinlens.service.access.keys import of_caller
 from kinlens.service.concurrency import BoundedPool, within
 from kinlens.service.encoding.model import Model, Models
 from kinlens.service.galleries.locations import managed_folder

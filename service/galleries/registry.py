@@ -41,7 +41,7 @@ from kinlens.indexer.galleries import MilvusStore
 from kinlens.indexer.gallery import Gallery as IndexedGallery
 from kinlens.quality.calibration import Calibrated
 from kinlens.quality.calibrator import Calibrator
-from kinlens.service.access.binding import Binding, of_caller
+from kinlens.service.access.keys import Binding, of_caller
 from kinlens.service.concurrency import (
     BoundedPool,
     DaemonThreads,
@@ -250,7 +250,7 @@ async def change(
 
 class Registry:
     """Leases galleries by name. A caller gets only galleries that its key is bound to, limited by
-    the filter of the key (`kinlens.service.access.binding`); others are unknown to it.
+    the filter of the key (`kinlens.service.access.keys`); others are unknown to it.
 
     Leases, names and folders may be used in any thread, everything else only in the thread of the
     event loop.

@@ -30,8 +30,7 @@ from kinlens.embedder import errors
 from kinlens.embedder.errors import AccessError, KeyMissingError, KinlensError, StateError
 from kinlens.service.access import keys
 from kinlens.service.access.audit import AuditLog, Change, warn
-from kinlens.service.access.binding import EVERYTHING, set_caller
-from kinlens.service.access.keys import FreshKeys, KeyStore
+from kinlens.service.access.keys import EVERYTHING, FreshKeys, KeyStore, set_caller
 from kinlens.service.access.rates import Account, RateLimits, client_address
 from kinlens.service.concurrency import BoundedPool
 from kinlens.service.galleries import links

@@ -16,7 +16,9 @@ COLUMNS = "columns"
 """The folder of a generation that contains the checkpoint."""
 
 _BATCH = 65_536  # items whose attributes are read at a time
-_MANY = 10_000  # items whose attributes take about 0.1 s to read
+
+MANY = 10_000
+"""Items whose attributes take about 0.1 s to read from the catalogue."""
 
 
 def load_columns(generation: Path, view: CatalogView, *, from_scratch: bool = False) -> Columns:
@@ -24,7 +26,7 @@ def load_columns(generation: Path, view: CatalogView, *, from_scratch: bool = Fa
 
     from_scratch: read the catalogue even if there is a checkpoint.
     """
-    columns = None if from_scratch else _stored(generation, view)
+    columns = None if from_scratch else stored_columns(generation, view)
     if columns is not None:
         return _advanced(columns, view)
     seq, last = view.state().seq, view.last_given()
@@ -36,6 +38,21 @@ def load_columns(generation: Path, view: CatalogView, *, from_scratch: bool = Fa
     return columns
 
 
+def stored_columns(generation: Path, view: CatalogView) -> Columns | None:
+    """The checkpoint, if it is of this or of an earlier state in the same rows."""
+    if view.file is None:
+        return None
+    path = generation / COLUMNS / f"{view.file.name}.bin"
+    try:
+        columns = Columns.open(path, view.file.name, view.file.row_ids)
+    except FileNotFoundError:
+        return None
+    except GalleryCorruptError as error:
+        logging.getLogger(__name__).warning("%s It is read from the catalogue instead.", error)
+        return None
+    return columns if _are_before(columns, view) else None
+
+
 def columns_at(generation: Path, view: CatalogView, *known: Columns | None) -> Columns:
     """The columns of the state of `view`, from the first of the `known` ones that are of this or
     of an earlier state in the same rows. If there are none, they are loaded, and stored if that
@@ -45,7 +62,7 @@ def columns_at(generation: Path, view: CatalogView, *known: Columns | None) -> C
     if columns is not None:
         return _advanced(columns, view)
     columns = load_columns(generation, view)
-    if columns.changes >= _MANY:
+    if columns.changes >= MANY:
         with contextlib.suppress(OSError):  # a read-only folder
             stored = store_columns(generation, columns)
             # Another process may have stored those of a later state.
@@ -79,7 +96,7 @@ def store_columns(generation: Path, columns: Columns) -> Columns:
 
 def copy_columns(generation: Path, target: Path, view: CatalogView) -> None:
     """Copy the checkpoint for the state of `view`, if there is one. Raises: OSError."""
-    columns = _stored(generation, view)
+    columns = stored_columns(generation, view)
     if columns is not None:
         store_columns(target, columns)
 
@@ -92,18 +109,3 @@ def collect_columns(generation: Path) -> None:
         for path in folder.glob("*.bin"):
             if not (generation / VECTORS / path.stem).is_dir():
                 path.unlink(missing_ok=True)
-
-
-def _stored(generation: Path, view: CatalogView) -> Columns | None:
-    """The checkpoint, if it is of this or of an earlier state in the same rows."""
-    if view.file is None:
-        return None
-    path = generation / COLUMNS / f"{view.file.name}.bin"
-    try:
-        columns = Columns.open(path, view.file.name, view.file.row_ids)
-    except FileNotFoundError:
-        return None
-    except GalleryCorruptError as error:
-        logging.getLogger(__name__).warning("%s It is read from the catalogue instead.", error)
-        return None
-    return columns if _are_before(columns, view) else None

@@ -25,7 +25,7 @@ from kinlens.embedder.types import Embeddings
 from kinlens.indexer.bits import Bits, count_of, empty_bits, has_bits, packed_bits, put_bits
 from kinlens.indexer.catalog.database import Catalog
 from kinlens.indexer.catalog.read import Base, CatalogView, State
-from kinlens.indexer.columns.checkpoint import columns_at, load_columns, store_columns
+from kinlens.indexer.columns.checkpoint import columns_at, store_columns, stored_columns
 from kinlens.indexer.columns.columns import Columns
 from kinlens.indexer.index.copies import by_owner
 from kinlens.indexer.index.faiss import range_search
@@ -455,12 +455,15 @@ class SnapshotKeeper:
     def checkpoint(self) -> None:
         """Store the columns if many items changed since their checkpoint. Raises: OSError."""
         columns = self._columns
-        if columns is None or columns.changes < max(_MIN_CHANGES, columns.size // _CHANGED_PART):
+        many = _MIN_CHANGES if columns is None else max(_MIN_CHANGES, columns.size // _CHANGED_PART)
+        if columns is None or columns.changes < many:
             return
-        self._use(store_columns(self.generation, columns))
-
-    def _use(self, stored: Columns) -> None:
-        """Use a checkpoint: its values are sorted, and its arrays are not in memory."""
+        with self.catalog.reading() as view:
+            stored = stored_columns(self.generation, view)  # perhaps by another process since
+            is_old = stored is None or len(view.changed_since(stored.seq)) >= many
+        if stored is None or is_old:
+            stored = store_columns(self.generation, columns)
+        # Its values are sorted, and its arrays are not in memory.
         with self._loading, self.catalog.reading() as view:  # a state that no search is beyond
             self._columns = columns_at(self.generation, view, stored, self._columns)
 
@@ -495,10 +498,7 @@ class SnapshotKeeper:
             with self._refreshing:  # another thread may be opening it
                 pass
             if not self._is_next(state.base):
-                segment = self._opened(state)
-                if current is None:
-                    self._wait_for_gpu(segment)
-                self._next = Snapshot.load(view, state, segment)
+                self._next = Snapshot.load(view, state, self._opened(state))
         following = self._next
         if following is not None and following.base == state.base:
             if current is not None and current.base == state.base:
@@ -524,22 +524,24 @@ class SnapshotKeeper:
             )
 
     def _opened(self, state: State) -> Segment | None:
+        """Open the segment of a state; waits until it is on the GPU, if there is one, unless a
+        search needs it now.
+        """
         if state.segment is None:
             return None
-        return open_segment(
+        segment = open_segment(
             self.generation / SEGMENTS / state.segment,
             self._device,
             self._verify_hashes,
             self._collector,
         )
-
-    def _wait_for_gpu(self, segment: Segment | None) -> None:
-        """Wait until the segment is copied to the GPU, if there is one, or until `close`."""
-        copy = None if segment is None else segment.index.gpu
+        current, copy = self._snapshot, segment.index.gpu
         end = time.monotonic() + COPY_S
-        while copy is not None and not self._is_closed and time.monotonic() < end:
-            if copy.wait(_GPU_STEP_S):
-                return
+        if current is None or current.state.seq >= state.segment_seq:
+            while copy is not None and not self._is_closed and time.monotonic() < end:
+                if copy.wait(_GPU_STEP_S):
+                    break
+        return segment
 
     def _can_keep_current(self, current: Snapshot, state: State) -> bool:
         """Whether searches can use the current segment while a thread opens the new one."""
@@ -567,16 +569,13 @@ class SnapshotKeeper:
             ):
                 return
             segment = self._opened(before)
-            if current.state.seq >= before.segment_seq:  # else a search may be waiting for it
-                self._wait_for_gpu(segment)
             with self.catalog.reading() as view:
                 state = view.state()
                 if state.base != base:
                     return  # replaced by another compaction
                 following = Snapshot.load(view, state, segment)
                 if self._columns is not None:  # searches use filters
-                    following.known.columns = load_columns(self.generation, view)
-                    self._use(following.known.columns)
+                    self.columns_of(Reading(view, following))
                 self._next = following
         except FileNotFoundError:
             return  # replaced by another compaction

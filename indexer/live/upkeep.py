@@ -12,6 +12,7 @@ from kinlens.embedder.errors import (
     KinlensError,
 )
 from kinlens.indexer.catalog.read import CatalogView, State
+from kinlens.indexer.columns.checkpoint import MANY
 from kinlens.indexer.folder.layout import disk_errors_explained
 from kinlens.indexer.folder.manifest import (
     PRECISIONS,
@@ -35,8 +36,6 @@ from kinlens.indexer.types import (
     IndexLocation,
     Progress,
 )
-
-_MANY = 10_000  # items whose attributes take about 0.1 s to read
 
 
 class GalleryUpkeep(GalleryReader):
@@ -202,10 +201,14 @@ class GalleryUpkeep(GalleryReader):
         if state.segment is not None and not self._folder_of(state.segment).is_dir():
             return None  # a compaction has just replaced it
         manifest = self._segment_of(state)
-        if manifest is not None and manifest.vectors is None and manifest.size >= _MANY:
+        if manifest is not None and manifest.vectors is None and manifest.size >= MANY:
             return "its index was built by an earlier version"
         size = 0 if manifest is None else manifest.items
-        removed = view.removed_count()
+        if manifest is None or view.file is None or view.file.name != manifest.vectors:
+            removed = view.removed_count()
+        else:  # not counted: each item that was added has a row
+            added = view.file.row_ids.rows_up_to(view.last_given()) - manifest.size
+            removed = size + added - state.size
         return due(size, removed, state.size - size + removed, view.dim)
 
     def _check_delta(self, view: CatalogView, rows: int) -> None:

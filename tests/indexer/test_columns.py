@@ -245,10 +245,12 @@ def test_only_a_search_with_a_filter_waits_for_the_changes_of_another_process(
 def test_columns_are_stored_in_the_background_once_although_a_write_comes_between(
     gallery, monkeypatch
 ) -> None:
+    """Also if several processes have the gallery open."""
     monkeypatch.setattr(snapshot, "_MIN_CHANGES", 100)
     vectors, stored, rounds = units(400), [], Semaphore(0)
     gallery.add([entry(f"a{n}", vectors[n], {"price": n}) for n in range(400)])
-    assert gallery.page(0, 1, "price >= 0").total == 400
+    gallery.compact()
+    gallery.update({f"a{n}": {"price": n + 1} for n in range(400)})
 
     def write_between(point: str) -> None:
         if point == "columns: before rename":
@@ -260,14 +262,18 @@ def test_columns_are_stored_in_the_background_once_although_a_write_comes_betwee
     def needs_compaction() -> None:  # the first step of each round
         rounds.release()
 
-    monkeypatch.setattr(gallery, "needs_compaction", needs_compaction)
-    with faults(write_between):
-        background = gallery.compact_in_background()
-        for _ in range(3):
-            assert rounds.acquire(timeout=60)
-            background.nudge()
-    assert len(stored) == 1
-    assert gallery.page(0, 1, "price = 1000").total == 1
+    with faults(write_between), closing(Gallery.open(gallery.path)) as second:
+        for one in (gallery, second):
+            assert one.page(0, 1, "price >= 0").total == 400
+        for one in (gallery, second):
+            monkeypatch.setattr(one, "needs_compaction", needs_compaction)
+            background = one.compact_in_background()
+            for _ in range(3):
+                assert rounds.acquire(timeout=60)
+                background.nudge()
+        assert len(stored) == 1
+        for one in (gallery, second):
+            assert one.page(0, 1, "price = 1000").total == 1
 
 
 def test_a_writer_deletes_the_parts_of_an_unfinished_checkpoint(gallery) -> None:

@@ -10,11 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kinlens.embedder.errors import (
-    GalleryCorruptError,
-    GalleryError,
-    GalleryWriteError,
-)
+from kinlens.embedder.errors import GalleryCorruptError, GalleryError, GalleryWriteError
 from kinlens.embedder.types import ItemId
 
 SCHEMA_VERSION = 7

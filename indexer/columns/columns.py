@@ -25,14 +25,7 @@ from kinlens.embedder.durable import rename, staged, sync
 from kinlens.embedder.errors import GalleryCorruptError
 from kinlens.indexer.bits import Bits, count_of, packed_bits
 from kinlens.indexer.catalog.vectors import RowIds
-from kinlens.indexer.columns.values import (
-    Values,
-    from_arrays,
-    merged,
-    packed,
-    places_of,
-    to_arrays,
-)
+from kinlens.indexer.columns.values import Values, from_arrays, merged, packed, places_of, to_arrays
 from kinlens.indexer.types import Ids, numbers_in
 from kinlens.values import AttributeType, AttributeValue, Scalar, values_in
 

@@ -38,11 +38,7 @@ from kinlens.embedder.errors import (
 from kinlens.indexer.catalog.database import Catalog, catalog_view
 from kinlens.indexer.catalog.read import CatalogView, State
 from kinlens.indexer.catalog.vectors import VECTORS, VectorFile
-from kinlens.indexer.columns.checkpoint import (
-    collect_columns,
-    load_columns,
-    store_columns,
-)
+from kinlens.indexer.columns.checkpoint import collect_columns, load_columns, store_columns
 from kinlens.indexer.columns.columns import COLUMN_BYTES
 from kinlens.indexer.folder.layout import disk_errors_explained
 from kinlens.indexer.index.copies import Copies

@@ -7,10 +7,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from kinlens.embedder.errors import (
-    InvalidParameterError,
-    ItemNotFoundError,
-)
+from kinlens.embedder.errors import InvalidParameterError, ItemNotFoundError
 from kinlens.embedder.types import Embeddings, ItemId
 from kinlens.indexer.attributes import Schema
 from kinlens.indexer.catalog.database import Catalog, catalog_view
@@ -19,25 +16,13 @@ from kinlens.indexer.catalog.read import CatalogView
 from kinlens.indexer.filters.text import Where
 from kinlens.indexer.filters.tree import check_attribute
 from kinlens.indexer.folder.layout import GalleryFolder
-from kinlens.indexer.folder.manifest import (
-    GalleryManifest,
-)
+from kinlens.indexer.folder.manifest import GalleryManifest
 from kinlens.indexer.images import ItemImage, item_image
-from kinlens.indexer.live.compaction import (
-    CATALOG,
-)
+from kinlens.indexer.live.compaction import CATALOG
 from kinlens.indexer.live.facets import facts_of
 from kinlens.indexer.live.search import Searcher, ids_of_keys
 from kinlens.indexer.live.snapshot import SnapshotKeeper
-from kinlens.indexer.types import (
-    AttributeFacts,
-    Entry,
-    Ids,
-    Item,
-    Page,
-    SortBy,
-    no_item,
-)
+from kinlens.indexer.types import AttributeFacts, Entry, Ids, Item, Page, SortBy, no_item
 from kinlens.values import Scalar
 
 _PAGE = 1000

@@ -6,18 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kinlens.embedder.durable import stamp, write_whole
-from kinlens.embedder.errors import (
-    DeltaFullError,
-    GalleryCorruptError,
-    KinlensError,
-)
+from kinlens.embedder.errors import DeltaFullError, GalleryCorruptError, KinlensError
 from kinlens.indexer.catalog.read import CatalogView, State
 from kinlens.indexer.columns.checkpoint import MANY
 from kinlens.indexer.folder.layout import disk_errors_explained
-from kinlens.indexer.folder.manifest import (
-    PRECISIONS,
-    GalleryFacts,
-)
+from kinlens.indexer.folder.manifest import PRECISIONS, GalleryFacts
 from kinlens.indexer.index.plan import IndexSettings
 from kinlens.indexer.index.segment import SEGMENTS, SegmentManifest
 from kinlens.indexer.index.segment import read_manifest as read_segment_manifest
@@ -32,10 +25,7 @@ from kinlens.indexer.live.compaction import (
     full_delta,
 )
 from kinlens.indexer.live.reader import GalleryReader
-from kinlens.indexer.types import (
-    IndexLocation,
-    Progress,
-)
+from kinlens.indexer.types import IndexLocation, Progress
 
 
 class GalleryUpkeep(GalleryReader):

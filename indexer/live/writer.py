@@ -25,13 +25,7 @@ from kinlens.indexer.filters.text import Where, as_filter
 from kinlens.indexer.filters.tree import Exists, Filter
 from kinlens.indexer.live.compaction import CATALOG, KEEP_REMOVED_S
 from kinlens.indexer.live.upkeep import GalleryUpkeep
-from kinlens.indexer.types import (
-    Entry,
-    Ids,
-    Item,
-    Progress,
-    Written,
-)
+from kinlens.indexer.types import Entry, Ids, Item, Progress, Written
 from kinlens.values import AttributeType, AttributeValue, Scalar
 
 T = TypeVar("T")

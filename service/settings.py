@@ -30,7 +30,9 @@ REPLICAS = "replicas"
 MAX_HITS = 100_000
 """Maximum number of hits of one request, over all its queries."""
 
-_FORM_BYTES = 64 * 2**10  # a body in addition to its images
+FORM_BYTES = 64 * 2**10
+"""Allowance for the other parts and the boundaries of a form, in addition to its images."""
+
 START_WORDS = ("imagenet", "none", "current")
 """Initial weights that need no setting: published, random, and the gallery's own model."""
 
@@ -360,7 +362,7 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _largest_body_fits(self) -> Self:
-        largest = max(self.max_upload_bytes, self.max_batch_bytes) + _FORM_BYTES
+        largest = self.largest_body()
         if self.max_held_bytes < largest:
             raise ValueError(
                 f"max_held_bytes = {self.max_held_bytes:,} is below the {largest:,} bytes of the "
@@ -399,6 +401,10 @@ class Settings(BaseSettings):
                 "--replica-folder DIR or KINLENS_REPLICA_FOLDER, or --state DIR"
             )
         return self
+
+    def largest_body(self) -> int:
+        """The largest limit of the body of any route in bytes."""
+        return max(self.max_upload_bytes, self.max_batch_bytes) + FORM_BYTES
 
     def copies_in(self) -> Path | None:
         """The folder for copies of followed galleries; None without one."""

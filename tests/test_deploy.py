@@ -37,7 +37,6 @@ from kinlens.indexer.ingest.shards import ShardsManifest
 from kinlens.indexer.live.backup import BackupReport
 from kinlens.service.access.keys import KeyStore
 from kinlens.service.encoding.sandbox import ALLOWED_CALLS
-from kinlens.service.http.bodies import largest_body
 from kinlens.service.http.server import GRACE_S
 from kinlens.service.settings import Settings
 from tests.support.dockerfiles import ROOT
@@ -426,7 +425,7 @@ def test_the_ingress_takes_the_largest_body_and_leaves_out_what_is_for_operators
     for objects in (objects for name, objects in built.items() if name != "writer"):
         [ingress] = kinds(objects, "Ingress")
         size = ingress["metadata"]["annotations"]["nginx.ingress.kubernetes.io/proxy-body-size"]
-        assert int(size.removesuffix("k")) * 1024 == largest_body(Settings())
+        assert int(size.removesuffix("k")) * 1024 == Settings().largest_body()
         paths = ingress["spec"]["rules"][0]["http"]["paths"]
         for path in paths:
             is_whole = path["pathType"] == "Exact"

@@ -26,14 +26,11 @@ from kinlens.embedder.programs.faults import fault_text, path_of
 from kinlens.service import problems
 from kinlens.service.problems import ProblemType, RefusedError
 from kinlens.service.runtime import Runtime
-from kinlens.service.settings import Settings
+from kinlens.service.settings import FORM_BYTES, Settings
 
 BodyKind = Literal["plain", "keys", "form_image", "image", "batch"]
 M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
-
-FORM_BYTES = 64 * 2**10
-"""Allowance for the other parts and the boundaries of a form, in addition to its images."""
 
 HEAD_BYTES = 16 * 2**10
 """Limit of the head of a request."""
@@ -72,11 +69,6 @@ def limit_of(settings: Settings, kind: BodyKind, media_type: str) -> int:
     if kind == "image" or (kind == "form_image" and not _is_json(media_type)):
         return image_bytes
     return min(_KEYS_BYTES if kind == "keys" else _PLAIN_BYTES, image_bytes)
-
-
-def largest_body(settings: Settings) -> int:
-    """The largest limit of any route in bytes."""
-    return max(settings.max_upload_bytes, settings.max_batch_bytes) + FORM_BYTES
 
 
 @dataclass(slots=True)
@@ -289,7 +281,7 @@ class _Body:
         return message
 
     async def _drain(self) -> None:
-        seen, most = 0, largest_body(self._settings)
+        seen, most = 0, self._settings.largest_body()
         # A service that ends cancels this; the answer has been sent.
         with contextlib.suppress(TimeoutError, asyncio.CancelledError):
             async with asyncio.timeout(_DRAIN_S):

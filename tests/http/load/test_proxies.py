@@ -10,7 +10,6 @@ from urllib.parse import urljoin
 import pytest
 import structlog
 
-from kinlens.service.http.bodies import largest_body
 from kinlens.service.http.server import KEEP_ALIVE_S
 from kinlens.service.settings import Settings
 from tests.support.proxies import CADDY, HOST, NGINX, Proxy, started
@@ -133,7 +132,7 @@ def test_without_a_service_the_proxy_answers_503(setup) -> None:
 def test_limits_of_a_proxy_match_the_service(path: Path, names: tuple[str, str, str]) -> None:
     settings, text, (body, idle, answer) = Settings(), path.read_text(), names
     [size] = re.findall(body, text)
-    assert int(size) * 1024 == largest_body(settings)
+    assert int(size) * 1024 == settings.largest_body()
     [kept_s] = re.findall(rf"{idle} (\d+)s", text)
     assert int(kept_s) < KEEP_ALIVE_S
     [waited_s] = re.findall(rf"{answer} (\d+)s", text)

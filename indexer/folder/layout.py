@@ -15,7 +15,7 @@ gallery/
   golden.sqlite        written by `kinlens.quality`; builds do not change it
   versions/<name>/     a generation: the result of one build, and every change since
   versions/.draft-<...>/     an unfinished build, itself a gallery; kept if the build is killed
-    BEGAN              the source of the build, and the write of the old gallery at which it began
+    BEGAN              the source of the build; the last write to the old gallery, and its keys
 """
 
 import contextlib

@@ -87,12 +87,14 @@ class Delta:
         self, ids: Ids, vectors: Embeddings, images: Sequence[bytes], removed: Ids
     ) -> "Delta":
         """A new delta with more items, whose ids exceed all others, and without `removed`."""
-        rows, size, contents = self.rows, len(self.alive), _contents(vectors, images)
-        if rows.used != size or not rows.append(ids, vectors, contents):
-            capacity = max(_FIRST_CAPACITY, 2 * (size + len(ids)))
-            rows = _Rows(self.ids, self.vectors, rows.contents[:size], capacity)
+        rows, alive, contents = self.rows, self.alive, _contents(vectors, images)
+        if rows.used != len(alive) or not rows.append(ids, vectors, contents):
+            capacity = max(_FIRST_CAPACITY, 2 * (self.size + len(ids)))
+            known = rows.contents[: len(alive)][alive]
+            rows = _Rows(self.ids[alive], self.vectors[alive], known, capacity)
             rows.append(ids, vectors, contents)
-        alive = np.concatenate([self.alive, np.ones(len(ids), np.bool_)])
+            alive = alive[alive]  # removed ones are dropped
+        alive = np.concatenate([alive, np.ones(len(ids), np.bool_)])
         grown = Delta(rows, alive)
         alive[grown.positions_of(removed)] = False
         return grown

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kinlens.embedder.durable import stamp, write_whole
-from kinlens.embedder.errors import DeltaFullError, GalleryCorruptError, KinlensError
+from kinlens.embedder.errors import GalleryCorruptError, KinlensError
 from kinlens.indexer.catalog.read import CatalogView, State
 from kinlens.indexer.columns.checkpoint import MANY
 from kinlens.indexer.folder.layout import disk_errors_explained
@@ -22,7 +22,6 @@ from kinlens.indexer.live.compaction import (
     collect,
     compact,
     due,
-    full_delta,
 )
 from kinlens.indexer.live.reader import GalleryReader
 from kinlens.indexer.types import IndexLocation, Progress
@@ -200,26 +199,6 @@ class GalleryUpkeep(GalleryReader):
             added = view.file.row_ids.rows_up_to(view.last_given()) - manifest.size
             removed = size + added - state.size
         return due(size, removed, state.size - size + removed, view.dim)
-
-    def _check_delta(self, view: CatalogView, rows: int) -> None:
-        """Check the number of items added after the segment; `rows` is that of all vectors.
-
-        Raises: DeltaFullError.
-        """
-        state = view.state()
-        manifest = self._segment_of(state)
-        size, indexed = (0, 0) if manifest is None else (manifest.items, manifest.size)
-        limit = full_delta(size, view.dim)
-        if rows - indexed < limit:
-            return  # without counting removed items
-        delta = state.size - size + view.removed_count()
-        if delta >= limit:
-            raise DeltaFullError(
-                f"Gallery {self.name} has {delta:,} items that no compaction has put into its "
-                f"index yet; from {limit:,} on, new ones have to wait. Removals and changes of "
-                "attributes go on. Try again in a minute; if that does not help, run "
-                "kinlens-index compact, which names what prevents it."
-            )
 
     def _segment_of(self, state: State) -> SegmentManifest | None:
         """The manifest of the segment of a state; None without one. Raises: GalleryCorruptError."""

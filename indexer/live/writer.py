@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
+import numpy as np
+
 from kinlens.embedder.durable import crash_point
 from kinlens.embedder.errors import (
     DeltaFullError,
@@ -19,11 +21,12 @@ from kinlens.embedder.types import ItemId
 from kinlens.indexer.attributes import parse_value
 from kinlens.indexer.catalog.database import Catalog
 from kinlens.indexer.catalog.entries import checked_keys
+from kinlens.indexer.catalog.read import CatalogView
 from kinlens.indexer.catalog.write import CatalogWriter
 from kinlens.indexer.columns.checkpoint import collect_columns
 from kinlens.indexer.filters.text import Where, as_filter
 from kinlens.indexer.filters.tree import Exists, Filter
-from kinlens.indexer.live.compaction import CATALOG, KEEP_REMOVED_S
+from kinlens.indexer.live.compaction import CATALOG, KEEP_REMOVED_S, full_delta
 from kinlens.indexer.live.upkeep import GalleryUpkeep
 from kinlens.indexer.types import Entry, Ids, Item, Progress, Written
 from kinlens.values import AttributeType, AttributeValue, Scalar
@@ -48,7 +51,8 @@ class GalleryWriter(GalleryUpkeep):
     """What a write that adds vectors does while the delta is full.
 
     compact: it waits for a running compaction, or compacts, and then continues.
-    refuse: it raises DeltaFullError, and a compaction begins in the background.
+    refuse: it raises DeltaFullError, and a compaction begins in the background. Items that were
+        removed since they were added do not count.
     grow: it continues, in a gallery that nobody searches before its first compaction.
     """
 
@@ -200,6 +204,27 @@ class GalleryWriter(GalleryUpkeep):
         with self._catalog.reading() as view:
             rows = 0 if view.file is None else view.file.row_ids.rows_up_to(view.last_given())
             self._check_delta(view, rows)
+
+    def _check_delta(self, view: CatalogView, rows: int) -> None:
+        """Check the number of items added after the segment; `rows` is that of all vectors.
+
+        Raises: DeltaFullError.
+        """
+        manifest = self._segment_of(view.state())
+        items, indexed = (0, 0) if manifest is None else (manifest.items, manifest.size)
+        count, limit = rows - indexed, full_delta(items, view.dim)
+        is_own = manifest is None or view.file is None or view.file.name == manifest.vectors
+        if count >= limit and self.when_full == "refuse" and view.file is not None and is_own:
+            # A compaction is due in the background for removed ones, too.
+            last = view.file.row_ids.of(np.array([indexed - 1])) if indexed else [0]
+            count = view.count_after(int(last[0]))
+        if count >= limit:
+            raise DeltaFullError(
+                f"Gallery {self.name} has {count:,} items that no compaction has put into its "
+                f"index yet; from {limit:,} on, new ones have to wait. Removals and changes of "
+                "attributes go on. Try again in a minute; if that does not help, run "
+                "kinlens-index compact, which names what prevents it."
+            )
 
     def _adding(self, work: Callable[[CatalogWriter], T]) -> T:
         """Do work that adds vectors, as soon as the delta is not full. Raises: DeltaFullError."""

@@ -296,10 +296,17 @@ def test_a_gallery_that_refuses_writers_compacts_for_them_soon(
     monkeypatch.setattr(compaction, "_SMALL_DELTA", 1)
     gallery.when_full = "refuse"
     gallery.add(entries(range(20)))
-    with pytest.raises(DeltaFullError, match=r"has 20 items .* from 8 on"):
-        gallery.add(entries(range(20, 21)))
-    until(lambda: gallery.facts().delta == 0)
+    assert len(keys(gallery)) == 20
+    gallery.remove(f"k{n}" for n in range(12))
+    with pytest.raises(DeltaFullError, match=r"has 8 items .* from 8 on"):
+        gallery.check_delta()
+    gallery.remove(["k12"])
     assert gallery.add(entries(range(20, 21))).added == 1
+    assert keys(gallery) == {f"k{n}" for n in range(13, 21)}
+    with pytest.raises(DeltaFullError, match=r"has 8 items .* from 8 on"):
+        gallery.add(entries(range(21, 22)))
+    until(lambda: gallery.facts().delta == 0)
+    assert gallery.add(entries(range(21, 22))).added == 1
 
 
 def test_a_gallery_may_be_searched_and_changed_while_it_is_scanned(gallery: Gallery) -> None:

@@ -11,6 +11,7 @@ from kinlens.embedder.calibration import Calibration
 
 Interpolation = Literal["bilinear", "bicubic", "lanczos"]
 Colour = Literal["srgb", "stored"]
+Aspect = Literal["kept", "squashed"]
 Precision = Literal["fp32", "bf16", "int8", "fp16"]
 OtherPrecision = Literal["bf16", "int8", "fp16"]
 FilePrecision = Literal["int8", "fp16"]
@@ -53,6 +54,10 @@ def _is_stored(value: object) -> bool:
     return value == "stored"
 
 
+def _is_kept(value: object) -> bool:
+    return value == "kept"
+
+
 class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -61,6 +66,7 @@ class Preprocessing(_Frozen):
     """Resize the shorter side to `resize_px`, crop the central square of `crop_px`.
 
     Attributes:
+        aspect: "squashed" resizes the image to a square first, whatever its shape.
         colour: "srgb" for the colours that a browser shows; "stored" for the stored values, whose
             colour space is ignored. Manifests without it are of version 0.2 or older: "stored".
     """
@@ -69,6 +75,7 @@ class Preprocessing(_Frozen):
     crop_px: int = Field(ge=8, le=4096)
     interpolation: Interpolation = "bilinear"
     colour: Colour = Field(default="srgb", exclude_if=_is_stored)
+    aspect: Aspect = Field(default="kept", exclude_if=_is_kept)
 
     @model_validator(mode="after")
     def _crop_fits(self) -> "Preprocessing":

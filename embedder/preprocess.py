@@ -29,7 +29,7 @@ from kinlens.embedder.errors import (
     InvalidParameterError,
     UnsupportedFormatError,
 )
-from kinlens.embedder.manifest import Colour, Interpolation, Preprocessing
+from kinlens.embedder.manifest import Aspect, Colour, Interpolation, Preprocessing
 
 _EXIF_ORIENTATION = 0x0112
 _TURNS = {
@@ -188,13 +188,25 @@ def render_jpeg(data: bytes, limits: ImageLimits, side_px: int = MAX_SIDE_PX) ->
 
 
 def central_box(size: tuple[int, int], spec: Preprocessing) -> PixelBox:
-    """The central square that `spec` crops from an image of `size` = (width, height).
+    """The central part that `spec` crops from an image of `size` = (width, height).
 
-    Its corner is at a whole pixel: an offset of half a pixel would blur an unscaled image.
+    Its corner is at a whole pixel: an offset of half a pixel would blur an unscaled image. It is a
+    square, unless `spec` squashes images.
     """
-    side = min(size) * spec.crop_px / spec.resize_px
-    left, top = (size[0] - side) // 2, (size[1] - side) // 2
-    return left, top, left + side, top + side
+    width, height = cropped_size(size, spec.crop_px / spec.resize_px, spec.aspect)
+    left, top = (size[0] - width) // 2, (size[1] - height) // 2
+    return left, top, left + width, top + height
+
+
+def cropped_size(
+    size: tuple[int, int], part: float, aspect: Aspect = "kept"
+) -> tuple[float, float]:
+    """Width and height, in pixels of an image, of a crop whose side is `part` of the shorter one.
+
+    Of a squashed image it is that part of both sides.
+    """
+    width, height = size if aspect == "squashed" else (min(size), min(size))
+    return width * part, height * part
 
 
 def resize_box(

@@ -1,6 +1,6 @@
 """Bounded numbers and frozen tables, for the settings of a job and the options of a loss."""
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -22,8 +22,11 @@ Share = Annotated[float, Field(gt=0, le=10)]
 
 
 class Flow(Section):
-    """Shape of both flows (Real-NVP)."""
+    """Shape of both flows."""
 
+    kind: Literal["real_nvp", "nice"] = "real_nvp"
+    """Couplings that scale and shift, or (`nice`) couplings that shift and one scaling at the end.
+    """
     layers: int = Field(12, ge=1)
     """Number of coupling layers."""
     hidden: int = Field(256, ge=1)

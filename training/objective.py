@@ -65,7 +65,7 @@ class Objective(nn.Module):
                 loss = self._over_draws(self.loss, embeddings, labels)
             else:
                 name, term = self._of_flow()
-                duel = term(features, net.flow)
+                duel = term(features, labels, net.flow)
                 embeddings = duel.first
                 first = self._over_draws(self.loss, duel.first, labels)
                 second = self._over_draws(self.second_loss or self.loss, duel.second, labels)

@@ -1,4 +1,5 @@
 import re
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,9 @@ import torch
 from kinlens.service.jobs.params import data_kind, training_jobs
 from kinlens.training.config.job import Job, job_toml, load_job, parse_job
 from kinlens.training.config.layers import JOBS, job_names
+from kinlens.training.data.datasets import OFFICIAL
 from kinlens.training.data.samplers import BatchSampler
+from kinlens.training.losses.table import WITH_PROXIES
 from kinlens.training.state import create_run
 from kinlens.training.studies.tournament import load_grid
 from kinlens.training.trainer import train_step
@@ -29,6 +32,62 @@ def miniature(job: Job) -> Job:
         content["sampling"]["per_class"] = 2
     content["runtime"] = {"workers": 0, "device": "cpu", "precision": "fp32"}
     return parse_job(content)
+
+
+TRAIN_SIZES = {kind: data_set.expected["train"] for kind, data_set in OFFICIAL.items()}
+GRIDS = sorted(TOURNAMENTS.glob("*.toml"))
+
+
+def positive_pairs(job: Job, batches: int = 12) -> list[int]:
+    """Pairs of a class in the first batches, or in each draw, on as many images as the data has."""
+    size = TRAIN_SIZES[job.data.kind]
+    labels = np.arange(size.images) % size.classes
+    order, counts = BatchSampler(job, labels), []
+    for batch in islice(order, batches):
+        for draw in np.split(labels[[image for _, image, _ in batch]], job.sampling.parts):
+            sizes = np.bincount(draw)
+            counts.append(int((sizes * (sizes - 1)).sum()) // 2)
+    return counts
+
+
+def test_every_loss_without_proxies_finds_positive_pairs_in_every_batch() -> None:
+    jobs = [load_job(name) for name in NAMES]
+    jobs += [run.job for path in GRIDS for run in load_grid(path)]
+    batches = {
+        (job.data.kind, job.loss.name, job.sampling, job.optimizer.batch_size): job
+        for job in jobs
+        if job.data.kind in TRAIN_SIZES and job.loss.name not in WITH_PROXIES
+    }
+    assert {kind for kind, *_ in batches} >= {"cars196", "cub", "sop"}
+    for job in batches.values():
+        assert min(positive_pairs(job)) >= job.optimizer.batch_size / 4, job.name
+
+
+def test_random_batches_of_many_classes_have_no_positive_pairs() -> None:
+    job = load_job("sop-proxy-anchor", ["optimizer.batch_size=100"])
+    assert sum(count == 0 for count in positive_pairs(job, 100)) > 40
+
+
+def test_jobs_of_the_papers_test_once() -> None:
+    for name in NAMES:
+        job = load_job(name)
+        if job.data.kind in TRAIN_SIZES and "half" not in name:
+            assert (job.runtime.eval_every_epochs, job.protocol.choose_by) == (0, "last"), name
+
+
+def test_published_weights_and_scales_are_those_of_their_formulas() -> None:
+    """Losses are means here: a weight printed for a sum is divided by the images of a draw."""
+    runs = load_grid(TOURNAMENTS / "graph-consistency-cars196.toml")
+    weights = {run.regularizer: run.job.regularizers.wanted() for run in runs}
+    draw = runs[0].job.optimizer.batch_size / 2
+    for printed in (0.001, 0.002):
+        term = weights[f"graph_consistency-{printed}"]["graph_consistency"]
+        assert term.weight * draw == pytest.approx(printed, rel=2e-3)
+    assert {run.job.loss.l2 for run in runs if run.loss == "n_pair"} == {0}
+    assert {run.job.input.aspect for run in runs} == {"squashed"}
+    for path in TOURNAMENTS.glob("ten-losses-*.toml"):
+        runs = load_grid(path)
+        assert {run.job.loss.scale for run in runs if run.loss == "proxy_nca"} == {0.5}
 
 
 def parts(job: Job) -> tuple[object, ...]:

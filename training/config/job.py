@@ -241,8 +241,6 @@ _RETIRED: dict[str, Any] = {
     "loss.nu": 0.0,
     "loss.over_batch": "sum",
     "loss.pairs": "all",
-    "regularizers.determinant.flow.kind": "real_nvp",
-    "regularizers.determinant.same_class": False,
     "sampling.confused": _ANY,
 }
 """Settings that stored jobs have and this version has not, with the value that is left."""

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from kinlens.embedder.errors import JobError
-from kinlens.embedder.manifest import Interpolation, Preprocessing
+from kinlens.embedder.manifest import Aspect, Interpolation, Preprocessing
 from kinlens.training.fields import Section
 
 
@@ -172,6 +172,9 @@ class Input(Section):
     crop: Literal["area", "fixed"] = "area"
     """Training views: `area` varies area and shape (sides of 3:4 to 4:3). `fixed` crops squares of
     `size_px` at a random position of the image resized to `resize_px`, as in older papers."""
+    aspect: Aspect = "kept"
+    """`squashed` resizes every image to a square of `resize_px`, whatever its shape, as some papers
+    do; needs `crop = "fixed"`. Such a network has no maps of shares."""
     min_crop_area: float = Field(0.16, gt=0, le=1)
     """Smallest part of an image that a crop of kind `area` may keep."""
     flip: bool = True
@@ -180,6 +183,8 @@ class Input(Section):
     @model_validator(mode="after")
     def _check(self) -> "Input":
         self.preprocessing()
+        if self.aspect == "squashed" and self.crop != "fixed":
+            raise ValueError('aspect = "squashed" needs crop = "fixed"')
         if self.crop == "fixed" and self.size_px > self.resize_px:
             raise ValueError(
                 f'crop = "fixed" cuts size_px = {self.size_px} from an image resized to '
@@ -193,6 +198,7 @@ class Input(Section):
             resize_px=self.resize_px,
             crop_px=self.test_px or self.size_px,
             interpolation=self.interpolation,
+            aspect=self.aspect,
         )
 
 

@@ -20,6 +20,7 @@ from kinlens.embedder.machine import core_count
 from kinlens.embedder.manifest import Preprocessing
 from kinlens.embedder.preprocess import (
     PixelBox,
+    cropped_size,
     decode,
     preprocess,
     read_header,
@@ -120,10 +121,9 @@ def random_part(data: bytes, spec: Input, rng: np.random.Generator) -> tuple[Ima
 def _box_of(size: tuple[int, int], spec: Input, rng: np.random.Generator) -> PixelBox:
     if spec.crop == "area":
         return random_box(size, spec.min_crop_area, rng)
-    width, height = size
-    side = spec.size_px / spec.resize_px * min(size)
-    left, top = rng.uniform(0, width - side), rng.uniform(0, height - side)
-    return left, top, left + side, top + side
+    width, height = cropped_size(size, spec.size_px / spec.resize_px, spec.aspect)
+    left, top = rng.uniform(0, size[0] - width), rng.uniform(0, size[1] - height)
+    return left, top, left + width, top + height
 
 
 def random_box(size: tuple[int, int], min_area: float, rng: np.random.Generator) -> PixelBox:

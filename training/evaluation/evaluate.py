@@ -168,5 +168,5 @@ def _flow_lipschitz(net: EmbeddingNet, images: LabelledImages, job: Job) -> dict
     pixels = torch.stack([dataset[int(number)][0] for number in chosen])
     with evaluating(net), torch.no_grad():
         features = net.features(pixels.to(next(net.parameters()).device))
-        constants = local_lipschitz(net.flow, features)
+        constants = local_lipschitz(net.flow, features).detach()
     return {"lipschitz_mean": float(constants.mean()), "lipschitz_max": float(constants.max())}

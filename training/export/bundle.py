@@ -258,6 +258,11 @@ def _export(
         golden, images = fp32.embed(inputs), trial.golden_images()
         map_model = None
         if with_map:
+            if manifest.preprocessing.aspect == "squashed":
+                raise ExportError(
+                    'There is no map for input.aspect = "squashed": its positions are not squares '
+                    "of the image. Export without --map."
+                )
             map_model, map_net = Path(name) / "map.onnx", EmbeddingMap(net).eval()
             write_onnx(map_net, inputs.shape[-1], map_model, "map")
             session = create_session(map_model, SessionSettings(threads=core_count()))

@@ -22,7 +22,7 @@ from kinlens.training.models.embedding import (
     Head,
     Pool,
 )
-from kinlens.training.regularizers.flows import Coupling
+from kinlens.training.regularizers.flows import Coupling, Scaling
 
 MAX_SUM_DIFFERENCE = 1e-3
 """Per coordinate, between the sum of a map and the embedding."""
@@ -114,6 +114,9 @@ def parts_through(layer: nn.Module, parts: Tensor) -> Tensor:
         return layer.norm * _normalized(parts)
     if isinstance(layer, Coupling):
         return _coupled(layer, parts)
+    if isinstance(layer, Scaling):
+        scaled: Tensor = layer(parts).y
+        return scaled
     if isinstance(layer, nn.Identity):
         return parts
     if isinstance(layer, nn.ReLU | nn.LeakyReLU):

@@ -24,7 +24,7 @@ from kinlens.training.models.backbones import (
     normalization_of,
 )
 from kinlens.training.models.timm_trunk import TimmTrunk
-from kinlens.training.regularizers.flows import FlowOutput, RealNVP, build_flow
+from kinlens.training.regularizers.flows import Chain, FlowOutput, build_flow
 
 GEM_START = 3.0
 MIN_EXPONENT = 0.1
@@ -151,7 +151,7 @@ class EmbeddingNet(nn.Module):
             else:
                 self.projection = Head(channels, self.dim, model.hidden)
         self.flow_input: nn.Module = nn.Identity()
-        self.flow: RealNVP | None = None
+        self.flow: Chain | None = None
         if determinant is not None:
             self.flow_input = FlowInput(determinant.activation, determinant.input_norm)
             self.flow = build_flow(determinant.flow, self.dim)

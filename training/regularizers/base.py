@@ -22,8 +22,8 @@ class Regularizer(nn.Module):
 
     - "proxies": a loss with proxies.
     - "draws": two draws of the same classes, which are the halves of the batch.
-    - "flow": a flow in the network. `forward(features, flow)` then maps features (B, D) before the
-      flow, of any length, to the outputs of two branches, see `DeterminantRegularizer`.
+    - "flow": a flow in the network. `forward(features, labels, flow)` then maps features (B, D)
+      before the flow, of any length, to the outputs of two branches, see `DeterminantRegularizer`.
     """
 
     needs: ClassVar[Mapping[str, str]] = {}

@@ -1,4 +1,4 @@
-"""Invertible maps of R^D: Real-NVP, and a conditional flow of the GLOW type.
+"""Invertible maps of R^D: Real-NVP, NICE, and a conditional flow of the GLOW type.
 
 Shapes: B samples, D dimensions, C condition values, L layers.
 """
@@ -73,14 +73,22 @@ class Coupling(nn.Module):
         self.conditioner = network(dim - changed + condition_dim, 2 * changed)
 
     def forward(self, x: Tensor, condition: Tensor | None = None) -> FlowOutput:
+        given, changed, log_scale, shift = self._parts(x, condition)
+        moved = torch.addcmul(shift, changed, log_scale.exp())
+        log_scales = self._join(torch.zeros_like(given), log_scale)
+        return FlowOutput(self._join(given, moved), log_scales[None])
+
+    def inverse(self, y: Tensor, condition: Tensor | None = None) -> Tensor:
+        given, changed, log_scale, shift = self._parts(y, condition)
+        return self._join(given, (changed - shift) * (-log_scale).exp())
+
+    def _parts(self, x: Tensor, condition: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The half that is copied, the other half, and the log-scale and shift of the latter."""
         first, second = x[:, : self.split], x[:, self.split :]
         given, changed = (second, first) if self.transform_first else (first, second)
         read = given if condition is None else torch.cat([given, condition], dim=1)
         raw, shift = self.conditioner(read).chunk(2, dim=1)
-        log_scale = self.bound(raw)
-        moved = torch.addcmul(shift, changed, log_scale.exp())
-        log_scales = self._join(torch.zeros_like(given), log_scale)
-        return FlowOutput(self._join(given, moved), log_scales[None])
+        return given, changed, self.bound(raw), shift
 
     def _join(self, given: Tensor, changed: Tensor) -> Tensor:
         return torch.cat((changed, given) if self.transform_first else (given, changed), dim=1)
@@ -88,6 +96,10 @@ class Coupling(nn.Module):
 
 class Chain(nn.Module):
     """A composition of invertible maps of R^D, which may depend on a condition (B, C)."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
 
     def chain(self) -> list[Any]:
         raise NotImplementedError
@@ -99,6 +111,18 @@ class Chain(nn.Module):
             x, log_scale = layer(x, condition)
             log_scales.append(log_scale)
         return FlowOutput(x, torch.cat(log_scales))
+
+    def inverse(self, y: Tensor, condition: Tensor | None = None) -> Tensor:
+        """(B, D) back to x (B, D), with gradient."""
+        for layer in reversed(self.chain()):
+            y = layer.inverse(y, condition)
+        return y
+
+    def sample(self, count: int, condition: Tensor | None = None) -> Tensor:
+        """Points (count, D) that the flow maps to N(0, I), one for each row of the condition."""
+        like = next(self.parameters())
+        with torch.no_grad():
+            return self.inverse(torch.randn(count, self.dim).to(like), condition)
 
 
 class RealNVP(Chain):
@@ -121,19 +145,63 @@ class RealNVP(Chain):
     """
 
     def __init__(self, dim: int, layers: int = 12, hidden: int = 256, clamp: float = 2.0) -> None:
-        super().__init__()
-        bound = partial(soft_clamp, clamp=clamp)
-        network = partial(zero_network, hidden=hidden)
-        self.layers = nn.ModuleList(
-            Coupling(dim, bool(n % 2), network, bound) for n in range(layers)
-        )
+        super().__init__(dim)
+        self.layers = _couplings(dim, layers, hidden, partial(soft_clamp, clamp=clamp))
 
     def chain(self) -> list[Any]:
         return list(self.layers)
 
 
-def build_flow(flow: Flow, dim: int) -> RealNVP:
-    return RealNVP(dim, flow.layers, flow.hidden, flow.clamp)
+def _couplings(
+    dim: int, layers: int, hidden: int, bound: Callable[[Tensor], Tensor]
+) -> nn.ModuleList:
+    """Couplings that transform the second and the first half in turn."""
+    network = partial(zero_network, hidden=hidden)
+    return nn.ModuleList(Coupling(dim, bool(n % 2), network, bound) for n in range(layers))
+
+
+class Scaling(nn.Module):
+    """A learnt scale of each dimension, the same for all inputs; it starts as the identity."""
+
+    def __init__(self, dim: int, clamp: float) -> None:
+        super().__init__()
+        self.raw = nn.Parameter(torch.zeros(dim))
+        self.clamp = clamp
+
+    def forward(self, x: Tensor, condition: Tensor | None = None) -> FlowOutput:
+        del condition
+        log_scale = soft_clamp(self.raw, self.clamp).expand_as(x)
+        return FlowOutput(x * log_scale.exp(), log_scale[None])
+
+    def inverse(self, y: Tensor, condition: Tensor | None = None) -> Tensor:
+        del condition
+        return y * (-soft_clamp(self.raw, self.clamp)).exp()
+
+
+class NICE(Chain):
+    """Couplings that only shift, and a scaling at the end, the only layer that changes volumes.
+
+    References:
+        NICE: Non-linear Independent Components Estimation (Dinh et al., 2014), sections 3.2 and
+        3.3. https://arxiv.org/abs/1410.8516
+
+    Args:
+        dim, layers, hidden: as for RealNVP.
+        clamp: bound of the log-scales of the scaling.
+    """
+
+    def __init__(self, dim: int, layers: int = 12, hidden: int = 256, clamp: float = 2.0) -> None:
+        super().__init__(dim)
+        self.layers = _couplings(dim, layers, hidden, torch.zeros_like)
+        self.layers.append(Scaling(dim, clamp))
+
+    def chain(self) -> list[Any]:
+        return list(self.layers)
+
+
+def build_flow(flow: Flow, dim: int) -> Chain:
+    kind = NICE if flow.kind == "nice" else RealNVP
+    return kind(dim, flow.layers, flow.hidden, flow.clamp)
 
 
 class GlowBlock(Chain):
@@ -146,7 +214,7 @@ class GlowBlock(Chain):
     def __init__(
         self, dim: int, condition_dim: int, layers: int, hidden: int, clamp: float, seed: int
     ) -> None:
-        super().__init__()
+        super().__init__(dim)
         network = partial(relu_network, hidden=hidden, layers=layers)
         bound = partial(soft_clamp_by_atan, clamp=clamp)
         self.first = Coupling(dim, True, network, bound, condition_dim)
@@ -159,6 +227,9 @@ class GlowBlock(Chain):
 
     def forward(self, x: Tensor, condition: Tensor | None = None) -> FlowOutput:
         return super().forward(x[:, self.get_buffer("order")], condition)
+
+    def inverse(self, y: Tensor, condition: Tensor | None = None) -> Tensor:
+        return super().inverse(y, condition)[:, self.get_buffer("order").argsort()]
 
 
 class ConditionalGlow(Chain):
@@ -191,7 +262,7 @@ class ConditionalGlow(Chain):
         hidden: int = 128,
         clamp: float = 2.0,
     ) -> None:
-        super().__init__()
+        super().__init__(dim)
         self.blocks = nn.ModuleList(
             GlowBlock(dim, condition_dim, layers, hidden, clamp, seed) for seed in range(blocks)
         )

@@ -95,6 +95,19 @@ def test_fixed_crops_are_cut_at_one_scale_from_anywhere_in_the_image() -> None:
     assert max(corners) > 40
 
 
+def test_squashed_images_lose_their_shape_in_training_and_evaluation() -> None:
+    """Columns and rows of a wide ramp span the same share of a view as of the image."""
+    spec = Input(size_px=48, resize_px=64, crop="fixed", aspect="squashed", flip=False)
+    wide = np.zeros((64, 256, 3), dtype=np.uint8)
+    wide[..., 0], wide[..., 1] = np.arange(256)[None], 4 * np.arange(64)[:, None]
+    data = encoded(Image.fromarray(wide))
+    served = preprocess(data, spec.preprocessing()).astype(int)
+    random = np.asarray(random_view(data, spec, np.random.default_rng(0))).astype(int)
+    for red, green in ((served[0], served[1]), (random[..., 0], random[..., 1])):
+        assert red[0, -1] - red[0, 0] == pytest.approx(192, abs=6)
+        assert green[-1, 0] - green[0, 0] == pytest.approx(192, abs=6)
+
+
 CPU = torch.device("cpu")
 
 

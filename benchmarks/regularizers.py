@@ -56,6 +56,9 @@ from kinlens.embedder.calibration import Searches, fit_curve
 from kinlens.embedder.engines.models import SessionSettings, create_session
 from kinlens.embedder.errors import TrainingError
 from kinlens.embedder.preprocess import decode, preprocess
+from kinlens.training.bundles.calibration import candidates_of
+from kinlens.training.bundles.graph import write_onnx
+from kinlens.training.bundles.int8 import quantize_int8, range_images
 from kinlens.training.checkpoint import Average
 from kinlens.training.config.job import Job, load_job, parse_job
 from kinlens.training.config.settings import Input
@@ -66,9 +69,6 @@ from kinlens.training.data.records import LabelledImages, labelled
 from kinlens.training.data.samplers import BatchSampler
 from kinlens.training.device import tuned
 from kinlens.training.evaluation.evaluate import evaluate_embeddings, through_head
-from kinlens.training.export.calibration import candidates_of
-from kinlens.training.export.graph import write_onnx
-from kinlens.training.export.int8 import quantize_int8, range_images
 from kinlens.training.folder import replace_json
 from kinlens.training.models.embedding import EmbeddingNet, evaluating
 from kinlens.training.start import start_from_features

@@ -41,6 +41,8 @@ MODEL = "model.onnx"
 MAP = "model.map.onnx"
 MANIFEST = "manifest.json"
 SEEN = "seen.npy"
+WEIGHTS = "weights.safetensors"
+"""The weights as training has them, of a bundle that keeps them."""
 GOLDEN = "golden"
 _INPUTS = "inputs.npy"
 _VECTORS = "vectors.npy"
@@ -201,6 +203,7 @@ def write_bundle(
     map_model: Path | None = None,
     modes: Mapping[Mode, Embeddings] | None = None,
     seen: Seen | None = None,
+    weights: Path | None = None,
 ) -> Bundle:
     """Write a bundle atomically to the new folder `out`.
 
@@ -210,6 +213,7 @@ def write_bundle(
         map_model: the ONNX file of the map, if `manifest.map` is set.
         modes: the golden vectors of the modes in `manifest.modes`.
         seen: what the model was trained on.
+        weights: the weights of the network as training has them.
 
     Raises: BundleError if `out` exists.
     """
@@ -233,6 +237,8 @@ def write_bundle(
             np.save(golden / _vectors_name(mode), vectors)
         if map_model is not None:
             shutil.copyfile(map_model, stage / MAP)
+        if weights is not None:
+            shutil.copyfile(weights, stage / WEIGHTS)
         if seen is not None:
             np.save(stage / SEEN, seen.hashes)
         page = _stamped(manifest, stage).model_dump(mode="json")

@@ -39,12 +39,12 @@ from kinlens.embedder.engines.models import SessionSettings
 from kinlens.embedder.manifest import Precision
 from kinlens.embedder.session import OnnxEmbedder
 from kinlens.embedder.types import Images
+from kinlens.training.bundles.bundle import export_checkpoint
 from kinlens.training.checkpoint import load_chosen
 from kinlens.training.config.job import Job, parse_job
 from kinlens.training.data.load import load_split
 from kinlens.training.device import tuned
 from kinlens.training.evaluation.evaluate import evaluate_embeddings
-from kinlens.training.export.bundle import export_checkpoint
 from kinlens.training.losses.table import LOSSES
 from kinlens.training.runner import run_job
 from kinlens.training.state import Run, create_run

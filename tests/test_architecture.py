@@ -194,7 +194,9 @@ def test_a_folder_has_at_most_twelve_modules_and_an_empty_init_file(folder: str)
     files = list((ROOT / folder).rglob("*.py"))
     folders = Counter(path.parent for path in files if path.stem[0] != "_")
     assert {str(folder): count for folder, count in folders.items() if count > 12} == {}
-    assert [path for path in files if path.name == "__init__.py" and path.read_text()] == []
+    public = ROOT / "training/__init__.py"  # the library, see docs/stability.md
+    inits = [path for path in files if path.name == "__init__.py" and path != public]
+    assert [path for path in inits if path.read_text()] == []
 
 
 def private_names(path: Path) -> Iterator[str]:

@@ -13,6 +13,7 @@ from kinlens.embedder.errors import CheckpointError
 from kinlens.training.config.job import Job, parse_job
 from kinlens.training.folder import UNTRAINED, replacing
 from kinlens.training.models.embedding import EmbeddingNet
+from kinlens.training.own import is_own, require_sources, source_sha256
 
 FILE = "checkpoint.pt"
 BEST = "best.pt"
@@ -47,10 +48,13 @@ class Checkpoint:
     cuda_rng: Tensor | None = None
     learnt_sha256: str = ""
     trunk_alone: bool = False
+    sources: dict[str, str] = field(default_factory=dict)
 
     def network(self) -> tuple[Job, EmbeddingNet]:
         """The job and its network (with `trunk_alone` its first trunk), evaluating on the CPU."""
         job = parse_job(self.job, origin="the job in the checkpoint")
+        if is_own(backbone := job.model.backbone):  # the only own part of a finished model
+            require_sources(self.sources, {backbone: source_sha256(backbone)}, "The run")
         changes: dict[str, Any] = {"weights": "none"}
         if job.model.dim == "auto":  # that of the trunk, or of a bundle that may be gone
             head = "projection.linear" if job.model.hidden else "projection"

@@ -2,13 +2,21 @@
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, WrapValidator
+
+from kinlens.training.own import is_own
 
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
 Cosine = Annotated[float, Field(ge=-1, le=1)]
+
+OR_OWN = (
+    WrapValidator(lambda value, known: value if is_own(value) else known(value)),
+    PlainSerializer(lambda value: value),
+)
+"""Annotations of a choice that may also be the import path of a user's own part."""
 
 
 class Section(BaseModel):
@@ -44,3 +52,12 @@ class Options(Section):
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any: ...
+
+
+class OwnRegularizer(Options):
+    """A regularizer of your own; its options are the arguments of its constructor."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str
+    """Import path of its class, `my_package.terms:KoLeo` or `/path/terms.py:KoLeo`."""

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from kinlens.training.config.job import Job
 from kinlens.training.distributed import gather
-from kinlens.training.losses.base import MetricLoss
+from kinlens.training.fields import OwnRegularizer
 from kinlens.training.losses.table import build_loss
 from kinlens.training.models.embedding import EmbeddingNet
 from kinlens.training.regularizers.base import Regularizer
@@ -49,7 +49,8 @@ class Objective(nn.Module):
         self.terms: dict[str, Regularizer] = {}
         for name, options in tables.items():
             self.terms[name] = build_regularizer(name, options, dim)
-            self.add_module(name, self.terms[name])
+            own = "own_" * isinstance(options, OwnRegularizer)
+            self.add_module(f"{own}{name}", self.terms[name])
         self.loss_weight = math.prod(term.loss_weight for term in self.terms.values())
         separate = with_flow is not None and with_flow.proxies == "separate"
         self.second_loss = build_loss(job.loss, classes, dim) if separate else None
@@ -98,8 +99,8 @@ class Objective(nn.Module):
         for term in self.terms.values():
             term.begin_epoch(epoch)
 
-    def _over_draws(self, loss: MetricLoss, vectors: Tensor, labels: Tensor) -> Tensor:
-        if loss.normalized:
+    def _over_draws(self, loss: nn.Module, vectors: Tensor, labels: Tensor) -> Tensor:
+        if getattr(loss, "normalized", True):
             vectors = F.normalize(vectors, dim=1)
         parts = zip(vectors.chunk(self.draws), labels.chunk(self.draws), strict=True)
         return torch.stack([loss(x, y) for x, y in parts]).mean()

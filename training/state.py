@@ -20,6 +20,7 @@ from kinlens.training.models.backbones import synchronize_batch_norm
 from kinlens.training.models.embedding import EmbeddingNet
 from kinlens.training.models.from_bundle import new_network
 from kinlens.training.objective import Objective, TrainingStep
+from kinlens.training.own import require_sources, sources_of
 
 Row = dict[str, float]
 OF_TERMS = ("share ", "scale ", "reach ", "r_")
@@ -102,6 +103,7 @@ class Run:
             optimizer=self.optimizer.state_dict(),
             rng=torch.get_rng_state(),
             average=None if self.average is None else self.average.state_dict(),
+            sources=sources_of(self.job.as_dict()),
             cuda_rng=torch.cuda.get_rng_state() if self.device.type == "cuda" else None,
             **{name: getattr(self, name) for name in _PROGRESS},
         )
@@ -181,6 +183,7 @@ def require_same(
 ) -> None:
     """Raises: DatasetError, CheckpointError if `job` on `split` cannot continue a checkpoint."""
     split.require(checkpoint.split_sha256, str(path))
+    require_sources(checkpoint.sources, sources_of(job.as_dict()), str(path))
     if (checkpoint.learnt_sha256 or checkpoint.split_sha256) != split.learnt_sha256():
         raise DatasetError(
             f"{path} was trained with other feedback than data.feedback has now. Restore the "

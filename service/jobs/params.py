@@ -188,7 +188,11 @@ class TrainParams(ModelParams):
                     f"settings of the tables {', '.join(_TABLES)}, such as optimizer.epochs"
                 )
             for scalar in setting if isinstance(setting, list) else [setting]:
-                if isinstance(scalar, str) and (not _WORD.fullmatch(scalar) or ".." in scalar):
+                if not isinstance(scalar, str):
+                    continue
+                # MODULE:NAME would import code; only the backbone has a colon, in timm:NAME.
+                names_code = ":" in scalar.removeprefix("timm:" * (key == "model.backbone"))
+                if not _WORD.fullmatch(scalar) or ".." in scalar or names_code:
                     raise ValueError(
                         f"{key} = {scalar[:80]!r} must be a plain word; paths are not allowed"
                     )

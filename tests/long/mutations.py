@@ -50,19 +50,19 @@ MUTATIONS = {
         ("tests/test_power_loss.py",),
     ),
     "parity": Mutation(
-        "training/export/bundle.py",
+        "training/bundles/bundle.py",
         "MAX_DIFFERENCE = 1e-4\n",
         "MAX_DIFFERENCE = 1.9e-4\n",
         ("tests/training/test_export.py", "-k", "may_differ or may_not_differ"),
     ),
     "recall": Mutation(
-        "training/export/bundle.py",
+        "training/bundles/bundle.py",
         "MAX_RECALL_DIFFERENCE = 0.1\n",
         "MAX_RECALL_DIFFERENCE = 0.19\n",
         ("tests/training/test_export.py", "-k", "may_differ or may_not_differ"),
     ),
     "precision": Mutation(
-        "training/export/precisions.py",
+        "training/bundles/precisions.py",
         "MAX_RECALL_LOSS = 0.5\n",
         "MAX_RECALL_LOSS = 0.95\n",
         ("tests/training/test_precisions.py", "-k", "half_a_point"),

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.errors import CheckpointError, JobError
 from kinlens.training.__main__ import app
+from kinlens.training.bundles.bundle import export_checkpoint
 from kinlens.training.checkpoint import BEST, START, load_checkpoint, load_chosen
 from kinlens.training.config.job import Job, parse_job
 from kinlens.training.config.settings import Input, Runtime
@@ -22,7 +23,6 @@ from kinlens.training.data.features import FeatureStore, pooled_views
 from kinlens.training.data.load import load_split
 from kinlens.training.data.records import Split
 from kinlens.training.evaluation.choice import ALPHAS, between, choose, name_of
-from kinlens.training.export.bundle import export_checkpoint
 from kinlens.training.folder import replace_json
 from kinlens.training.models.embedding import EmbeddingNet
 from kinlens.training.models.from_bundle import new_network

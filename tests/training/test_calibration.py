@@ -4,7 +4,7 @@ import pytest
 from kinlens.embedder.calibration import Searches
 from kinlens.embedder.errors import CalibrationError
 from kinlens.embedder.types import Embeddings
-from kinlens.training.export.calibration import (
+from kinlens.training.bundles.calibration import (
     FALSE_MATCHES,
     MIN_CLASSES,
     candidates_of,

@@ -12,8 +12,8 @@ import onnxruntime
 import pytest
 import torch
 
-import kinlens.training.export.bundle as export_module
-import kinlens.training.export.precisions as precisions_module
+import kinlens.training.bundles.bundle as export_module
+import kinlens.training.bundles.precisions as precisions_module
 from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.calibration import Calibration
 from kinlens.embedder.engines.models import SessionSettings
@@ -21,12 +21,7 @@ from kinlens.embedder.errors import BundleCorruptError, BundleError, ExportError
 from kinlens.embedder.explain import explain
 from kinlens.embedder.session import MIN_FP32_COSINE, OnnxEmbedder
 from kinlens.embedder.types import Embed, Embeddings, Images
-from kinlens.training.checkpoint import Checkpoint, load_checkpoint
-from kinlens.training.config.job import parse_job
-from kinlens.training.data.load import load_split
-from kinlens.training.data.protocol import with_protocol
-from kinlens.training.data.records import Split
-from kinlens.training.export.bundle import (
+from kinlens.training.bundles.bundle import (
     MAX_DIFFERENCE,
     PARITY_BATCHES,
     check_parity,
@@ -34,7 +29,12 @@ from kinlens.training.export.bundle import (
     export_checkpoint,
     images_to_embed,
 )
-from kinlens.training.export.map import EmbeddingMap
+from kinlens.training.bundles.map import EmbeddingMap
+from kinlens.training.checkpoint import Checkpoint, load_checkpoint
+from kinlens.training.config.job import parse_job
+from kinlens.training.data.load import load_split
+from kinlens.training.data.protocol import with_protocol
+from kinlens.training.data.records import Split
 from kinlens.training.models.embedding import torch_embed
 from kinlens.training.trainer import fit
 from tests.embedder.bundles import CALIBRATION

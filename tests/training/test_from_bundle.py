@@ -12,13 +12,13 @@ import torch
 from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.errors import CheckpointError, ExportError, KinlensError
 from kinlens.embedder.session import OnnxEmbedder
+from kinlens.training.bundles.bundle import export_backbone, export_checkpoint
 from kinlens.training.checkpoint import START, load_checkpoint, load_chosen
 from kinlens.training.config.job import Job, parse_job
 from kinlens.training.config.settings import Input, Model, RenderedData
 from kinlens.training.data.load import load_split
 from kinlens.training.evaluation.choice import between
 from kinlens.training.evaluation.retrieval import with_interval
-from kinlens.training.export.bundle import export_backbone, export_checkpoint
 from kinlens.training.models.embedding import Pool, torch_embed
 from kinlens.training.rendered.catalogue import write_catalogue
 from kinlens.training.runner import run_job

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from kinlens.embedder.types import Embeddings, Images
-from kinlens.training.export import int8 as int8_module
-from kinlens.training.export.bundle import write_onnx
-from kinlens.training.export.int8 import quantize_int8
+from kinlens.training.bundles import int8 as int8_module
+from kinlens.training.bundles.bundle import write_onnx
+from kinlens.training.bundles.int8 import quantize_int8
 
 SIDE = 24
 Kind = Callable[[], nn.Module]

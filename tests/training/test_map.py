@@ -8,8 +8,8 @@ from torch import nn
 from kinlens.embedder.errors import ExportError
 from kinlens.embedder.explain import overlaid, side_by_side
 from kinlens.embedder.manifest import Preprocessing
+from kinlens.training.bundles.map import EmbeddingMap, check_map
 from kinlens.training.config.settings import Model
-from kinlens.training.export.map import EmbeddingMap, check_map
 from kinlens.training.fields import Flow, Options
 from kinlens.training.models.embedding import EmbeddingNet, torch_embed
 from kinlens.training.rendered.catalogue import render_view

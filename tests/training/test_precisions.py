@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto
 from PIL import Image
 
-import kinlens.training.export.precisions as precisions_module
+import kinlens.training.bundles.precisions as precisions_module
 from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.engines.models import SessionSettings, create_session
 from kinlens.embedder.errors import ExportError
@@ -19,11 +19,11 @@ from kinlens.embedder.manifest import HeldOut, Mode, Preprocessing
 from kinlens.embedder.preprocess import preprocess
 from kinlens.embedder.session import OnnxEmbedder
 from kinlens.embedder.types import Embeddings, Images
+from kinlens.training.bundles.bundle import golden_images, write_onnx
+from kinlens.training.bundles.int8 import quantize_int8, range_images
+from kinlens.training.bundles.precisions import Candidate, compare, with_half_trunk
 from kinlens.training.config.settings import Model
 from kinlens.training.data.load import load_split
-from kinlens.training.export.bundle import golden_images, write_onnx
-from kinlens.training.export.int8 import quantize_int8, range_images
-from kinlens.training.export.precisions import Candidate, compare, with_half_trunk
 from kinlens.training.models.embedding import EmbeddingNet
 from tests.training.jobs import small_job
 

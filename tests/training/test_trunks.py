@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from kinlens.embedder.errors import CheckpointError, JobError
+from kinlens.training.bundles.bundle import MAX_DIFFERENCE, export_backbone, write_onnx
 from kinlens.training.config.settings import TIMM, Input, Model
-from kinlens.training.export.bundle import MAX_DIFFERENCE, export_backbone, write_onnx
 from kinlens.training.models.backbones import (
     BACKBONES,
     build_trunk,

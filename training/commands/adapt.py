@@ -67,8 +67,8 @@ def adapt(
       --backbone timm:vit_base_patch32_siglip_256.v2_webli \\
       --set input.size_px=256 --set input.resize_px=288 --set input.test_px=256
     """
+    from kinlens.training.bundles.bundle import export_checkpoint, make_room
     from kinlens.training.checkpoint import load_chosen
-    from kinlens.training.export.bundle import export_checkpoint, make_room
     from kinlens.training.folder import settings
     from kinlens.training.runner import seen_in
 

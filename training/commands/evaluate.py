@@ -1,6 +1,7 @@
 """kinlens-train evaluate and report: measure a model, and compare methods over seeds."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -48,8 +49,31 @@ def evaluate(
 
     kinlens-train evaluate bundles/shop --precision bf16
     """
+    from kinlens.training.evaluation.retrieval import with_interval
+
+    figures, queries = figures_of(source, overrides, data, full, precision, engine)
+    if as_json:
+        typer.echo(json.dumps(figures))
+        return
+    for name, value in figures.items():
+        shown = with_interval(value, queries) if name.startswith("R@") else f"{value:.4g}"
+        typer.echo(f"{name} {shown}")
+
+
+def figures_of(
+    source: Path,
+    overrides: Sequence[str] | None = None,
+    data: Path | None = None,
+    full: bool = False,
+    precision: AskedPrecision = "fp32",
+    engine: AskedEngine = "auto",
+) -> tuple[dict[str, float], int]:
+    """The figures of a run or bundle, as of the command `evaluate`, and the number of queries."""
+    import torch
+
     from kinlens.training.evaluation.evaluate import embed_with, evaluate_embeddings, searched
-    from kinlens.training.evaluation.retrieval import queries_in, with_interval
+    from kinlens.training.evaluation.retrieval import queries_in
+    from kinlens.training.evaluation.structure import require_distinct
 
     if (source / MANIFEST).is_file():
         embed, spec, job, split_sha256, seen = _of_bundle(source, precision, engine)
@@ -83,13 +107,9 @@ def evaluate(
         watch = partial(bar.advance, task)
         vectors = [embed_with({"": embed}, part, spec, runtime, watch)[""] for part in parts]
     settings: dict[str, Any] = {} if job is None else {"ks": job.recall_at, "seed": job.seed}
+    require_distinct(torch.from_numpy(vectors[0]))
     figures = evaluate_embeddings(*searched(vectors, parts), full=full, **settings)
-    if as_json:
-        typer.echo(json.dumps(figures))
-        return
-    for name, value in figures.items():
-        shown = with_interval(value, queries) if name.startswith("R@") else f"{value:.4g}"
-        typer.echo(f"{name} {shown}")
+    return figures, queries
 
 
 def report(

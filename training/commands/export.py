@@ -1,5 +1,6 @@
 """kinlens-train export."""
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, cast, get_args
@@ -20,6 +21,13 @@ Precisions = Annotated[
 WithMap = Annotated[
     bool,
     typer.Option("--map", help="Also a map that shows where images match, as large as the model."),
+]
+
+KeepWeights = Annotated[
+    bool,
+    typer.Option(
+        "--keep-weights", help="Also weights.safetensors, to continue the training of any network."
+    ),
 ]
 
 
@@ -47,14 +55,13 @@ def export(
         int, typer.Option(help="With --backbone: shorter side before the crop.")
     ] = 256,
     with_map: WithMap = False,
+    keep_weights: KeepWeights = False,
 ) -> None:
     """Write the model bundle of a run; fails unless ONNX and torch agree.
 
     Example: kinlens-train export runs/cars --out bundles/cars --precision int8
     """
-    from kinlens.training.checkpoint import load_chosen
-    from kinlens.training.export.bundle import export_backbone, export_checkpoint, images_to_embed
-    from kinlens.training.runner import seen_in
+    from kinlens.training.bundles.bundle import export_backbone
 
     if trunk and run is None:
         raise typer.BadParameter("--trunk needs a run; give its folder")
@@ -70,17 +77,46 @@ def export(
         spec = section(Input, size_px=size_px, resize_px=resize_px)
         describe(export_backbone(backbone, model, spec, out, with_map))
     if run is not None:
-        checkpoint = load_chosen(run)
-        job = with_settings(parse_job(checkpoint.job), overrides, ("data.",))
-        split = load_images(job, expected=checkpoint.split_sha256)
-        with progress_bar() as bar:
-            refused = note if skip_refused else None
-            task = bar.add_task("check recall", total=images_to_embed(split))
-            watch = partial(bar.advance, task)
-            bundle = export_checkpoint(
-                checkpoint, split, out, watch, precisions, refused, trunk, with_map, seen_in(run)
-            )
+        bundle = export_run(
+            run, out, overrides, precisions, skip_refused, trunk, with_map, keep_weights
+        )
         describe(bundle)
+
+
+def export_run(
+    run: Path,
+    out: Path,
+    overrides: Sequence[str] | None = None,
+    precisions: Sequence[Precision] = ("fp32",),
+    skip_refused: bool = False,
+    trunk: bool = False,
+    with_map: bool = False,
+    keep_weights: bool = False,
+) -> Bundle:
+    """The bundle of a run in the new folder `out`. Raises: ExportError, BundleError."""
+    from kinlens.training.bundles.bundle import export_checkpoint, images_to_embed
+    from kinlens.training.checkpoint import load_chosen
+    from kinlens.training.runner import seen_in
+
+    checkpoint = load_chosen(run)
+    job = with_settings(parse_job(checkpoint.job), overrides, ("data.",))
+    split = load_images(job, expected=checkpoint.split_sha256)
+    with progress_bar() as bar:
+        refused = note if skip_refused else None
+        task = bar.add_task("check recall", total=images_to_embed(split))
+        watch = partial(bar.advance, task)
+        return export_checkpoint(
+            checkpoint,
+            split,
+            out,
+            watch,
+            precisions,
+            refused,
+            trunk,
+            with_map,
+            seen_in(run),
+            keep_weights,
+        )
 
 
 def precisions_of(given: list[str] | None) -> tuple[Precision, ...]:

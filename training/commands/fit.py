@@ -4,7 +4,7 @@ import json
 import re
 import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -26,6 +26,8 @@ from kinlens.training.config.layers import JOBS
 from kinlens.training.folder import replace_text
 from kinlens.training.report.log import console, console_listener, note
 
+Tracker = Literal["mlflow", "wandb"]
+
 
 def fit(
     job: JobName,
@@ -35,6 +37,9 @@ def fit(
     choose_by_test: ChooseByTest = False,
     allow_partial: AllowPartial = False,
     verbose: Verbose = False,
+    track: Annotated[
+        list[Tracker] | None, typer.Option(help="Report figures to this tracker. Repeatable.")
+    ] = None,
 ) -> None:
     """Train a job; write checkpoint, log, curves, result and report to a run folder.
 
@@ -48,6 +53,7 @@ def fit(
     """
     from kinlens.training.checkpoint import FILE, load_checkpoint
     from kinlens.training.distributed import is_main, main_first, process_group
+    from kinlens.training.report.callbacks import TRACKERS, Callbacks
     from kinlens.training.runner import require_fresh_or_resumable, run_job
 
     settings = with_absolute_paths(load_job(job, settings_of(overrides, allow_partial)))
@@ -62,7 +68,10 @@ def fit(
         note(f"{settings.name}: {summary(split)}")
         resume_it = f"Finished epochs are kept. Resume: --out {folder} --resume."
         with stoppable(resume_it), console_listener(verbose) as listener:
-            run_job(settings, split, folder, listener)
+            trackers = [TRACKERS[name]() for name in track or () if is_main()]
+            followers = Callbacks([listener, *trackers])
+            followers.started(settings)
+            followers.finished(run_job(settings, split, folder, followers))
         note(f"Report: {folder / 'report.md'}")
 
 

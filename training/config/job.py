@@ -1,11 +1,12 @@
 """A training job: frozen, typed tables. The error for an unknown key suggests similar keys."""
 
 import difflib
+import inspect
 import json
 import os
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -37,7 +38,8 @@ from kinlens.training.config.settings import (
     Sampling,
     Start,
 )
-from kinlens.training.fields import Options, Section
+from kinlens.training.fields import Options, OwnRegularizer, Section
+from kinlens.training.own import absolute_path, is_own, own_part, own_paths
 
 
 class Loss(Section):
@@ -56,7 +58,24 @@ class Loss(Section):
         if cls is not Loss:
             return handler(source)
         choices = {name: handler.generate_schema(kind) for name, kind in _settings().items()}
-        return core_schema.tagged_union_schema(choices, discriminator="name")
+        return core_schema.no_info_wrap_validator_function(
+            _own_loss_or,
+            core_schema.tagged_union_schema(choices, discriminator="name"),
+            serialization=core_schema.plain_serializer_function_ser_schema(
+                lambda loss, info: loss.model_dump(mode=info.mode), info_arg=True
+            ),
+        )
+
+
+class OwnLoss(Loss):
+    """A user's own loss, by its import path. `require_own` checks its options."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+def _own_loss_or(value: Any, known: Callable[[Any], Loss]) -> Loss:
+    name = value.get("name") if isinstance(value, Mapping) else None
+    return OwnLoss.model_validate(value) if is_own(name) else known(value)
 
 
 def proxy_anchor() -> Loss:
@@ -93,7 +112,9 @@ class Regularizers(Section):
 
     def wanted(self) -> dict[str, Options]:
         """The tables that a job has, by the name of the regularizer."""
-        return {name: table for name, table in self if table is not None}
+        tables = {name: table for name, table in self if isinstance(table, Options)}
+        own: dict[str, OwnRegularizer] = self.own
+        return tables | own
 
     @property
     def with_flow(self) -> Options | None:
@@ -114,9 +135,14 @@ def _tables() -> type[Regularizers]:
         name: (options_of(name, kind, Options, GIVEN) | None, None)
         for name, kind in REGULARIZERS.items()
     }
+    tables["own"] = (dict[Word, OwnRegularizer], Field({}, description=_OF_YOUR_OWN))
     return create_model(
         "Regularizers", __base__=Regularizers, __doc__=Regularizers.__doc__, **tables
     )
+
+
+Word = Annotated[str, Field(pattern="^[a-z][a-z0-9_]*$")]
+_OF_YOUR_OWN = "Regularizers of your own, each in a table `regularizers.own.NAME`."
 
 
 class Job(Section):
@@ -153,27 +179,10 @@ class Job(Section):
         from kinlens.training.regularizers.table import REGULARIZERS
 
         choose_by = self.protocol.choose_by
-        on_proxies = {}
-        if self.start.proxies == "class_means":
-            on_proxies['start.proxies = "class_means"'] = 'start.proxies = "random"'
-        for name, options in self.regularizers.wanted().items():
-            needs, key = REGULARIZERS[name].needs_with(options), f"regularizers.{name}"
-            if (without := needs.get("proxies")) is not None:
-                on_proxies[f"{key} without {without}" if without else key] = (
-                    f"{key}.{without}" if without else ""
-                )
-            if "draws" in needs and self.sampling.kind != "paired":
-                raise ValueError(
-                    f'{key} compares two draws of the same classes; set sampling.kind = "paired"'
-                )
-        if on_proxies and self.loss.name not in WITH_PROXIES:
-            setting, cure = next(iter(on_proxies.items()))
-            pairs = 'sampling.kind = "balanced" and sampling.per_class = 4'
-            random = f" (and {pairs}, for pairs in each batch)"
-            cure = cure and f"set {cure}{random * (self.sampling.kind == 'random')}, or "
-            raise ValueError(
-                f"{setting} acts on proxies, and the loss {self.loss.name} has no proxies; "
-                f"{cure}use one of {', '.join(WITH_PROXIES)}"
+        if not is_own(self.loss.name):
+            known = self.regularizers.wanted().keys() & REGULARIZERS.keys()
+            self.check_needs(
+                {name: REGULARIZERS[name] for name in known}, self.loss.name in WITH_PROXIES
             )
         if self.start.projection != "random" and self.model.dim is None:
             raise ValueError(
@@ -187,21 +196,48 @@ class Job(Section):
             )
         return self
 
+    def check_needs(self, kinds: Mapping[str, Any], has_proxies: bool) -> None:
+        """Raises: ValueError if a regularizer, by its class, needs what this job lacks."""
+        from kinlens.training.losses.table import WITH_PROXIES
+
+        on_proxies = {}
+        if self.start.proxies == "class_means":
+            on_proxies['start.proxies = "class_means"'] = 'start.proxies = "random"'
+        wanted = self.regularizers.wanted()
+        for name in sorted(kinds, key=list(wanted).index):
+            needs, key = kinds[name].needs_with(wanted[name]), f"regularizers.{name}"
+            if (without := needs.get("proxies")) is not None:
+                on_proxies[f"{key} without {without}" if without else key] = (
+                    f"{key}.{without}" if without else ""
+                )
+            if "draws" in needs and self.sampling.kind != "paired":
+                raise ValueError(
+                    f'{key} compares two draws of the same classes; set sampling.kind = "paired"'
+                )
+        if on_proxies and not has_proxies:
+            setting, cure = next(iter(on_proxies.items()))
+            pairs = 'sampling.kind = "balanced" and sampling.per_class = 4'
+            random = f" (and {pairs}, for pairs in each batch)"
+            cure = cure and f"set {cure}{random * (self.sampling.kind == 'random')}, or "
+            raise ValueError(
+                f"{setting} acts on proxies, and the loss {self.loss.name} has no proxies; "
+                f"{cure}use one of {', '.join(WITH_PROXIES)}"
+            )
+
     def as_dict(self) -> dict[str, Any]:
         """Plain data, for checkpoints, manifests and reports."""
         return self.model_dump(mode="json")
 
 
 def load_job(
-    source: str | Path,
+    source: str | Path | Mapping[str, Any],
     overrides: Sequence[str] = (),
     options: Mapping[str, str] = MappingProxyType({}),
 ) -> Job:
-    """A job of a TOML file or a shipped one; overrides are `table.key=value`.
+    """A job of a TOML file, of its tables as a dict, or a shipped one, with overrides.
 
-    `options` maps settings to the words by which a user gave them, if not by `--set`.
-
-    Raises: JobError.
+    Overrides are `table.key=value`. `options` maps settings to the words by which a user gave them,
+    if not by `--set`. Raises: JobError.
     """
     content, origin = read_layers(source)
     for override in overrides:
@@ -210,19 +246,59 @@ def load_job(
     if isinstance(loss, dict):
         loss.setdefault("name", "proxy_anchor")
     given = {override.partition("=")[0]: f"--set {override}" for override in overrides}
-    return parse_job(content, origin, {**given, **options})
+    job = parse_job(content, origin, {**given, **options})
+    require_own(job)
+    return job
+
+
+def require_own(job: Job) -> None:
+    """Import a job's own parts and check their options. Raises: JobError.
+
+    A stored job is read without this: a run can be evaluated where its loss is not installed.
+    """
+    from kinlens.training.losses import table as losses
+    from kinlens.training.regularizers import table as regularizers
+
+    for path in own_paths(job.as_dict()):
+        own_part(path)
+    own = [(f"regularizers.own.{name}", table) for name, table in job.regularizers.own.items()]
+    loss_kind: Any = losses.kind_of(job.loss.name)
+    for key, table in [("loss", job.loss), *own]:
+        if not is_own(table.name) or not inspect.isclass(kind := own_part(table.name)):
+            continue
+        given = losses.GIVEN if key == "loss" else regularizers.GIVEN
+        options = options_of(kind.__name__, kind, Section, given)
+        try:
+            options.model_validate(table.model_dump(exclude={"name", "share"}))
+        except ValidationError as error:
+            found = ({**fault, "loc": (*key.split("."), *fault["loc"])} for fault in error.errors())
+            raise JobError(" ".join(explain(fault) for fault in found)) from error
+    kinds = {
+        name: regularizers.kind_of(name, options)
+        for name, options in job.regularizers.wanted().items()
+    }
+    try:
+        job.check_needs(kinds, losses.has_proxies(loss_kind))
+    except ValueError as error:
+        raise JobError(f"{error}.") from error
 
 
 def with_absolute_paths(job: Job) -> Job:
     """`job` with absolute paths, so its run can be evaluated and exported from another folder."""
-    data: dict[str, Any] = {"root": _absolute(job.data.root)}
-    if job.data.feedback:
-        data["feedback"] = tuple(map(_absolute, job.data.feedback))
-    changed: dict[str, Any] = {"data": job.data.model_copy(update=data)}
-    weights = job.model.weights
-    if weights not in ("imagenet", "none") and Path(_absolute(weights)).exists():
-        changed["model"] = job.model.model_copy(update={"weights": _absolute(weights)})
-    return job.model_copy(update=changed)
+    content = job.as_dict()
+    data, model = content["data"], content["model"]
+    data["root"] = _absolute(job.data.root)
+    data["feedback"] = [*map(_absolute, job.data.feedback)]
+    if model["weights"] not in ("imagenet", "none") and Path(_absolute(model["weights"])).exists():
+        model["weights"] = _absolute(model["weights"])
+    absolute = {path: absolute_path(path) for path in own_paths(content)}
+    return parse_job(_replaced(content, absolute))
+
+
+def _replaced(value: Any, texts: Mapping[str, str]) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _replaced(item, texts) for key, item in value.items()}
+    return texts.get(value, value) if isinstance(value, str) else value
 
 
 def _absolute(path: str) -> str:

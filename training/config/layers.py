@@ -4,7 +4,9 @@ The jobs that ship with Kinlens are in `training/jobs/`. In addition to its file
 `methods/` combines with every data set of `data/`, under the name DATA-METHOD.
 """
 
+import copy
 import tomllib
+from collections.abc import Mapping
 from difflib import get_close_matches
 from itertools import product
 from pathlib import Path
@@ -17,8 +19,15 @@ JOBS = Path(__file__).parents[1] / "jobs"
 _SAME_KEYS = ("optimizer", "job")  # same keys whatever `kind` or `name` is, e.g. for Adam and AdamW
 
 
-def read_layers(source: str | Path) -> tuple[dict[str, Any], str]:
-    """The tables of a file or shipped job over its bases, and its origin. Raises: JobError."""
+def read_layers(source: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """The tables of a file, a shipped job or a dict over their bases, and their origin.
+
+    Raises: JobError.
+    """
+    if isinstance(source, Mapping):
+        above = copy.deepcopy(dict(source))
+        base = above.pop("base", None)
+        return above if base is None else lay_over(read_layers(base)[0], above), "the dict"
     path = _file(source)
     if path is not None:
         return read_file(path), str(path)

@@ -23,7 +23,13 @@ def options_of(
     """
     summary, meaning = _docstring(kind)
     options: dict[str, Any] = {
-        name: (parameter.annotation, Field(parameter.default, description=meaning.get(name)))
+        name: (
+            Any if parameter.annotation is parameter.empty else parameter.annotation,
+            Field(
+                ... if parameter.default is parameter.empty else parameter.default,
+                description=meaning.get(name),
+            ),
+        )
         for name, parameter in inspect.signature(kind).parameters.items()
         if name not in given
     }

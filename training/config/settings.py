@@ -11,7 +11,8 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from kinlens.embedder.errors import JobError
 from kinlens.embedder.manifest import Aspect, Interpolation, Preprocessing
-from kinlens.training.fields import Section
+from kinlens.training.fields import OR_OWN, Section
+from kinlens.training.own import OWN_PATH, is_own
 
 
 def _as_list(value: Any) -> Any:
@@ -101,7 +102,8 @@ class Model(Section):
 
     backbone: str = "mobilenet_v2"
     """The trunk: `mobilenet_v2`, `resnet50`, `googlenet`, `bn_inception`, or `timm:` and any
-    network of timm, an optional extra."""
+    network of timm, an optional extra. Or the import path of a class of your own,
+    `my_package.networks:NAME`."""
     weights: str = "imagenet"
     """Initial weights: `imagenet` downloads published ones, `none` is random. Any other value is
     the path of a state dict of the trunk, or the folder of a bundle to continue from."""
@@ -128,7 +130,8 @@ class Model(Section):
     @field_validator("backbone")
     @classmethod
     def _is_known(cls, value: str) -> str:
-        if value not in BACKBONE_NAMES and (not value.startswith(TIMM) or value == TIMM):
+        is_timm = value.startswith(TIMM) and value != TIMM
+        if value not in BACKBONE_NAMES and not is_timm and not is_own(value):
             raise ValueError(f"{value} is unknown; use {', '.join(BACKBONE_NAMES)} or {TIMM}NAME")
         return value
 
@@ -179,6 +182,9 @@ class Input(Section):
     """Smallest part of an image that a crop of kind `area` may keep."""
     flip: bool = True
     """Mirror half of the training views, at random."""
+    augment: str | None = Field(None, pattern=OWN_PATH)
+    """Import path of a function of your own, `my_package.views:NAME`, that changes each training
+    view."""
 
     @model_validator(mode="after")
     def _check(self) -> "Input":
@@ -209,8 +215,9 @@ Rate = Annotated[float, Field(ge=0)] | Annotated[str, Field(pattern=r"^x\d+(\.\d
 class Sampling(Section):
     """Composition of a batch."""
 
-    kind: Literal["random", "balanced", "paired"] = "random"
-    """Random images, `per_class` images of each class, or two such draws of the same classes."""
+    kind: Annotated[Literal["random", "balanced", "paired"], *OR_OWN] = "random"
+    """Random images, `per_class` images of each class, or two such draws of the same classes. Or
+    the import path of a function of your own, `my_package.samplers:NAME`."""
     per_class: int = Field(2, ge=1)
     """Images of each class; under `paired` in each draw."""
     pairs: Literal["disjoint", "independent"] = "disjoint"

@@ -25,6 +25,7 @@ from kinlens.training.data.images import ImageFiles, Index, Item, batches, build
 from kinlens.training.data.records import LabelledImages, content_digest
 from kinlens.training.distributed import local_world
 from kinlens.training.models.embedding import EmbeddingNet, evaluating
+from kinlens.training.own import source_sha256
 
 Vectors = NDArray[np.float32]
 
@@ -172,7 +173,11 @@ class _Views(ImageFiles):
 def _digest(net: EmbeddingNet, spec: Input) -> bytes:
     """Digest of all that determines a feature except the image."""
     trunk = f"{net.backbone} {version('timm')}" if net.backbone.startswith(TIMM) else net.backbone
-    settings = f"{_FORMAT} {trunk} {net.pool.kind} {spec.model_dump_json()}"
+    # Without `augment` the keys are those of version 0.2.
+    given = spec.model_dump_json(exclude={"augment"} if spec.augment is None else None)
+    settings = f"{_FORMAT} {trunk} {net.pool.kind} {given}"
+    if spec.augment is not None:
+        settings += source_sha256(spec.augment)
     digest = hashlib.sha256(settings.encode())
     for module in (net.normalize, net.trunk, net.pool):
         for name, value in (*module.named_parameters(), *module.named_buffers()):

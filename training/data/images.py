@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from kinlens.embedder.errors import DatasetError, ImageError, TrainingError
+from kinlens.embedder.errors import DatasetError, ImageError, JobError, TrainingError
 from kinlens.embedder.machine import core_count
 from kinlens.embedder.manifest import Preprocessing
 from kinlens.embedder.preprocess import (
@@ -29,6 +29,7 @@ from kinlens.embedder.preprocess import (
 )
 from kinlens.training.config.settings import Input, Runtime
 from kinlens.training.data.records import LabelledImages
+from kinlens.training.own import own_part
 
 Item = tuple[Tensor, Tensor]
 Index = tuple[int, int, int]
@@ -97,6 +98,13 @@ def random_view(data: bytes, spec: Input, rng: np.random.Generator) -> Image.Ima
     view = resize_box(image, box, spec.size_px, spec.interpolation)
     if spec.flip and rng.random() < 0.5:
         view = view.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    if spec.augment is not None:
+        view = own_part(spec.augment)(view, rng)
+        if view.mode != "RGB" or view.size != (spec.size_px, spec.size_px):
+            raise JobError(
+                f"{spec.augment} gave a view of {view.width} x {view.height} in {view.mode}; it "
+                f"must keep {spec.size_px} x {spec.size_px} in RGB."
+            )
     return view
 
 

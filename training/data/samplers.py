@@ -18,6 +18,7 @@ from torch.utils.data import Sampler
 from kinlens.embedder.errors import JobError
 from kinlens.training.config.job import Job
 from kinlens.training.data.images import Index
+from kinlens.training.own import is_own, own_part
 
 Numbers = NDArray[np.int64]
 
@@ -33,6 +34,8 @@ class BatchSampler(Sampler[list[Index]]):
       comes once before any class repeats, and so do the images of a class: a batch repeats an image
       only if its class has fewer than m, and then as evenly as possible.
     - "paired": d = 2 such draws after each other, of the same classes in the same order.
+    - the import path of a function of labels (N,), B and a generator of NumPy, which returns the
+      images of an epoch, (N // B, B).
 
     **Reading.** The two draws of graph consistency share no image of a class with at least 2 m, and
     as few as possible of a smaller one. With `pairs` = "independent", as in the paper, two draws
@@ -57,7 +60,7 @@ class BatchSampler(Sampler[list[Index]]):
         self.limit = job.optimizer.steps_per_epoch
         self.epoch = 0
         self.batch_size = job.optimizer.batch_size
-        if self.sampling.kind == "random":
+        if self.sampling.kind == "random" or is_own(self.sampling.kind):
             if len(labels) < self.batch_size:
                 self.batch_size = len(labels) - len(labels) % world
         else:
@@ -93,7 +96,9 @@ class BatchSampler(Sampler[list[Index]]):
     def __iter__(self) -> Iterator[list[Index]]:
         epoch = self.epoch
         rng = np.random.default_rng((self.seed, epoch))
-        if self.sampling.kind == "random":
+        if is_own(self.sampling.kind):
+            images = self._of_own(rng)
+        elif self.sampling.kind == "random":
             images = rng.permutation(len(self.labels))[: self.batches * self.batch_size]
         else:
             images = self._of_classes(rng)
@@ -103,6 +108,19 @@ class BatchSampler(Sampler[list[Index]]):
         for batch in range(len(self)):
             pairs = zip(images[batch].tolist(), views[batch].tolist(), strict=True)
             yield [(epoch, image, view) for image, view in pairs]
+
+    def _of_own(self, rng: np.random.Generator) -> Numbers:
+        """The images of a user's function of labels, batch size and generator: (batches * B,)."""
+        made = own_part(self.sampling.kind)(self.labels, self.batch_size, rng)
+        images = np.asarray(made, dtype=np.int64)
+        wanted = (self.batches, self.batch_size)
+        if images.shape != wanted or images.min() < 0 or images.max() >= len(self.labels):
+            raise JobError(
+                f"{self.sampling.kind} gave an array of shape {images.shape}, from "
+                f"{images.min(initial=0)} to {images.max(initial=0)}. It must have the shape "
+                f"{wanted}, of numbers from 0 to {len(self.labels) - 1}."
+            )
+        return images.ravel()
 
     def _of_classes(self, rng: np.random.Generator) -> Numbers:
         """The images of one draw after the other, grouped by class: (batches * B,)."""

@@ -27,7 +27,7 @@ from kinlens.training.distributed import (
 )
 from kinlens.training.evaluation.clustering import clustering
 from kinlens.training.evaluation.retrieval import Labels, Vectors, gain, retrieval
-from kinlens.training.evaluation.structure import structure
+from kinlens.training.evaluation.structure import require_distinct, structure
 from kinlens.training.models.embedding import EmbeddingNet, evaluating, torch_embed
 from kinlens.training.regularizers.determinant import local_lipschitz
 
@@ -50,8 +50,11 @@ def evaluate(
     Images are preprocessed as in the service. In `full`, also clustering, structure and, with a
     flow, its local Lipschitz constant. `before` (N,) are the ranks of another model on the same
     queries; they add `gain`. Under several ranks each embeds its share, and all get the figures.
+
+    Raises: EvaluationError if all embeddings are equal.
     """
     vectors = [embed(net, part, job) for part in parts]
+    require_distinct(torch.from_numpy(vectors[0]))
     figures: dict[str, float] = {}
     if is_main():
         there = [torch.as_tensor(x, device=choose_device(job.runtime)) for x in vectors]

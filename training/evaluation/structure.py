@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kinlens.embedder.errors import DatasetError
+from kinlens.embedder.errors import DatasetError, EvaluationError
 from kinlens.training.evaluation import retrieval
 from kinlens.training.evaluation.retrieval import Labels, Vectors, checked, full_precision
 
 _ROWS = 4096
+_SOME = 256  # rows that show a collapse
+_LEAST_RANK = 1.0001  # random networks are above 1.001, rounded equal vectors below 1.00001
 _SMALLEST_DISTANCE = 1e-8
 _SMALLEST_SINGULAR_VALUE = float(torch.finfo(torch.float32).eps)
 
@@ -48,6 +50,27 @@ def structure(embeddings: Vectors, labels: Labels) -> dict[str, float]:
         "spectral_decay": spectral_decay(vectors),
         "class_variance": class_variance(inner),
     }
+
+
+def require_distinct(embeddings: Tensor) -> None:
+    """Raises: EvaluationError if unit embeddings (N, D) are all equal, or all on one line.
+
+    Their effective rank, the exponential of the entropy of their spectrum, is then 1.
+    """
+    rows = embeddings[:: max(len(embeddings) // _SOME, 1)].double()  # (M, D)
+    count = len(rows)
+    if count < 2:
+        return
+    gram = rows @ rows.T  # (M, M)
+    shares = (torch.linalg.eigvalsh(gram) / gram.trace()).clamp(min=1e-12)
+    rank = float((-shares * shares.log()).sum().exp())
+    if rank < _LEAST_RANK:
+        cosine = float((gram.sum() - gram.trace()) / (count * (count - 1)))
+        raise EvaluationError(
+            f"All embeddings are equal (mean pairwise cosine {cosine:.6f}, effective rank "
+            f"{rank:.4f}): the model has collapsed, and its answers are arbitrary. Train again "
+            "with lower learning rates, or smaller weights of the regularizers."
+        )
 
 
 def uniformity(vectors: Tensor) -> float:

@@ -5,11 +5,14 @@ gradient. B is the number of samples; `similarities` are (B, B), larger is more 
 (B,).
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from kinlens.training.own import is_own, own_part
 
 _NEAREST, _FARTHEST = 0.5, 1.4
 """Bounds of the distances from which `distance_weighted` draws, those of the authors' code."""
@@ -31,6 +34,21 @@ class Triplets(NamedTuple):
 
     mined: Tensor
     negative: Tensor
+
+
+Miner = Callable[[Tensor, Tensor], Triplets]
+"""Similarities (B, B) and labels (B,) to triplets."""
+
+
+def mine(mining: str | Miner, similarities: Tensor, labels: Tensor, dim: int) -> Triplets:
+    """The triplets of a miner: its name, the import path of your own, or a function."""
+    if callable(mining):
+        return mining(similarities, labels)
+    if mining == "distance_weighted":
+        return distance_weighted(similarities, labels, dim)
+    known = {"semi_hard": semi_hard, "hard": batch_hard}
+    miner: Miner = own_part(mining) if is_own(mining) else known[mining]
+    return miner(similarities, labels)
 
 
 def all_pairs(labels: Tensor) -> Pairs:

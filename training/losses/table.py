@@ -15,7 +15,11 @@ Why these are not the losses of pytorch-metric-learning 2.9 (tests compare those
   it checks no labels, and its options lack the types and bounds that a job is checked by.
 """
 
+import copy
 import inspect
+from typing import Any
+
+from torch import nn
 
 from kinlens.training.fields import Section
 from kinlens.training.losses.base import MetricLoss, ProxyLoss
@@ -33,6 +37,7 @@ from kinlens.training.losses.proxy_anchor import (
 )
 from kinlens.training.losses.softmax import ArcFaceLoss, ProxyNCALoss, SoftTripleLoss
 from kinlens.training.losses.triplet import MarginLoss, TripletLoss
+from kinlens.training.own import is_own, own_part
 
 LOSSES: dict[str, type[MetricLoss]] = {
     "contrastive": ContrastiveLoss,
@@ -57,10 +62,22 @@ GIVEN = ("classes", "dim")
 """Constructor arguments of a loss that are not options."""
 
 
-def build_loss(settings: Section, classes: int, dim: int) -> MetricLoss:
+def kind_of(name: str) -> Any:
+    """The class of a loss, or the instance that a caller of `fit` has made."""
+    return own_part(name) if is_own(name) else LOSSES[name]
+
+
+def has_proxies(kind: Any) -> bool:
+    return issubclass(kind if inspect.isclass(kind) else type(kind), ProxyLoss)
+
+
+def build_loss(settings: Section, classes: int, dim: int) -> nn.Module:
     """The loss of a job's `loss` table, for C classes and embeddings of length D."""
     options = settings.model_dump()
-    kind = LOSSES[options.pop("name")]
+    kind = kind_of(options.pop("name"))
+    if isinstance(kind, nn.Module):
+        return copy.deepcopy(kind)
     given = dict(zip(GIVEN, (classes, dim), strict=True))
     wanted = given.keys() & inspect.signature(kind).parameters
-    return kind(**{name: given[name] for name in wanted}, **options)
+    loss: nn.Module = kind(**{name: given[name] for name in wanted}, **options)
+    return loss

@@ -1,19 +1,14 @@
 """Losses over mined triplets of an anchor, a positive and a negative: Triplet and Margin."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kinlens.training.fields import NotNegative, Positive
+from kinlens.training.fields import OR_OWN, NotNegative, Positive
 from kinlens.training.losses.base import MetricLoss
-from kinlens.training.losses.miners import (
-    all_pairs,
-    batch_hard,
-    distance_weighted,
-    semi_hard,
-)
+from kinlens.training.losses.miners import all_pairs, mine
 
 
 class TripletLoss(MetricLoss):
@@ -33,13 +28,16 @@ class TripletLoss(MetricLoss):
         margin: lambda, between the cosines of a positive and a negative.
         mining: the triplets: `all` of them, with memory B^2; for each positive the nearest negative
             farther than it (`semi_hard`) or a random one of any distance (`distance_weighted`); one
-            per anchor, of its farthest positive and nearest negative (`hard`).
+            per anchor, of its farthest positive and nearest negative (`hard`); or a function of
+            your own by its import path, see `kinlens.training.losses.miners`.
     """
 
     def __init__(
         self,
         margin: NotNegative = 0.1,
-        mining: Literal["all", "semi_hard", "hard", "distance_weighted"] = "semi_hard",
+        mining: Annotated[
+            Literal["all", "semi_hard", "hard", "distance_weighted"], *OR_OWN
+        ] = "semi_hard",
     ) -> None:
         super().__init__()
         self.margin = margin
@@ -52,10 +50,7 @@ class TripletLoss(MetricLoss):
             terms = _hinge_sums(S, pairs.negative, S - self.margin).where(pairs.positive, 0)
             triplets = (pairs.positive.sum(dim=1) * pairs.negative.sum(dim=1)).sum()
             return terms.sum() / triplets.clamp(min=1)
-        if self.mining == "distance_weighted":
-            mined, negative = distance_weighted(S, labels, embeddings.shape[1])
-        else:
-            mined, negative = (semi_hard if self.mining == "semi_hard" else batch_hard)(S, labels)
+        mined, negative = mine(self.mining, S, labels, embeddings.shape[1])
         terms = (S.gather(1, negative) - S + self.margin).relu().where(mined, 0)  # (B, B)
         return terms.sum() / mined.sum().clamp(min=1)
 
@@ -86,7 +81,7 @@ class MarginLoss(MetricLoss):
         self,
         margin: NotNegative = 0.5,
         beta: Positive = 1.2,
-        mining: Literal["all", "distance_weighted"] = "distance_weighted",
+        mining: Annotated[Literal["all", "distance_weighted"], *OR_OWN] = "distance_weighted",
     ) -> None:
         super().__init__()
         self.margin = margin
@@ -101,7 +96,7 @@ class MarginLoss(MetricLoss):
             positive, negative = all_pairs(labels)
             to_negative = d
         else:
-            positive, drawn = distance_weighted(S, labels, embeddings.shape[1])
+            positive, drawn = mine(self.mining, S, labels, embeddings.shape[1])
             negative, to_negative = positive, d.gather(1, drawn)
         pull = (d - beta + self.margin).relu().where(positive, 0)  # (B, B)
         push = (beta - to_negative + self.margin).relu().where(negative, 0)  # (B, B)

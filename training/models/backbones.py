@@ -14,6 +14,7 @@ from kinlens.training.config.settings import TIMM
 from kinlens.training.models.bn_inception import CHANNELS, BNInception
 from kinlens.training.models.timm_trunk import TimmTrunk, build_timm_trunk
 from kinlens.training.models.weights import State, load_weights, read_weights
+from kinlens.training.own import is_own, own_part
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d)
 _MAX_FOLDING_DIFFERENCE = 1e-3  # relative to the largest activation
@@ -112,7 +113,9 @@ def build_trunk(name: str, weights: str) -> nn.Module:
     """A trunk from float (B, 3, S, S) to feature maps (B, C, H, W), or to tokens (B, T, C).
 
     Args:
-        name: a key of BACKBONES, or "timm:" and the name of a timm network.
+        name: a key of BACKBONES, "timm:" and the name of a timm network, or the import path of a
+            class of your own. Its instances have `channels`, C, and may have `mean` and `std`
+            of RGB in 0..1, otherwise those of ImageNet.
         weights: "imagenet" (the published ones), "none" (random) or the path of a state dict of the
             network of that name; half precision is widened to float32.
 
@@ -121,6 +124,8 @@ def build_trunk(name: str, weights: str) -> nn.Module:
     """
     if name.startswith(TIMM):
         return build_timm_trunk(name.removeprefix(TIMM), weights)
+    if is_own(name):
+        return _own_trunk(name, weights)
     backbone = BACKBONES[name]
     network = backbone.build()
     if weights != "none":
@@ -135,15 +140,30 @@ def build_trunk(name: str, weights: str) -> nn.Module:
     return nn.Sequential(*(layer for _, layer in before))
 
 
+def _own_trunk(name: str, weights: str) -> nn.Module:
+    trunk: nn.Module = own_part(name)()
+    if not isinstance(getattr(trunk, "channels", None), int):
+        raise JobError(f"{name} has no attribute `channels`, the channels of its output. Add it.")
+    if weights == "imagenet":
+        raise JobError(
+            f"Kinlens has no ImageNet weights for {name}. Set model.weights to the path of a "
+            'state dict, or to "none" for those of its constructor.'
+        )
+    if weights != "none":
+        load_weights(trunk, read_weights(weights, name), weights)
+    return trunk
+
+
 def channels_of(name: str, trunk: nn.Module) -> int:
     """Number of channels C of the output of `trunk`."""
-    return trunk.channels if isinstance(trunk, TimmTrunk) else BACKBONES[name].channels
+    return BACKBONES[name].channels if name in BACKBONES else int(getattr(trunk, "channels", 0))
 
 
 def normalization_of(name: str, trunk: nn.Module) -> Normalize:
     """The normalisation from pixels to the input of `trunk`."""
-    if isinstance(trunk, TimmTrunk):
-        return Normalize(trunk.mean, trunk.std)
+    if name not in BACKBONES:
+        usual = BACKBONES["resnet50"]
+        return Normalize(getattr(trunk, "mean", usual.mean), getattr(trunk, "std", usual.std))
     backbone = BACKBONES[name]
     return Normalize(backbone.mean, backbone.std, backbone.bgr, backbone.peak)
 

@@ -8,13 +8,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from kinlens.embedder.bundle import MANIFEST, Bundle
+from kinlens.embedder.bundle import MANIFEST, WEIGHTS, Bundle
 from kinlens.embedder.errors import CheckpointError, JobError
 from kinlens.training.config.job import Job, expand_path, parse_job
 from kinlens.training.config.settings import TIMM, Model, Pooling
-from kinlens.training.models.backbones import BATCH_NORMS, layers_of
+from kinlens.training.models.backbones import BATCH_NORMS, fold_batch_norm, layers_of
 from kinlens.training.models.embedding import EmbeddingNet, torch_embed
-from kinlens.training.models.weights import State
+from kinlens.training.models.timm_trunk import TimmTrunk
+from kinlens.training.models.weights import State, load_weights, read_weights
 
 MAX_DIFFERENCE = 1e-3
 """Per coordinate of the golden vectors; another summation order causes a tenth of that."""
@@ -45,10 +46,11 @@ def start_from_bundle(job: Job, path: Path) -> EmbeddingNet:
         cannot be rebuilt; JobError if this version does not know the bundle's own job.
     """
     bundle = Bundle.open(path)
-    if job.model.batch_norm == "train":
+    if job.model.batch_norm == "train" and not (path / WEIGHTS).is_file():
         raise CheckpointError(
             f"The bundle {path} has no batch statistics: its batch norm is folded into its "
-            'convolutions. Set model.batch_norm to "frozen", "statistics" or "folded".'
+            'convolutions. Set model.batch_norm to "frozen", "statistics" or "folded", '
+            "or export the bundle with --keep-weights."
         )
     made_by = parse_job(bundle.manifest.job, f"the job of {path}") if bundle.manifest.job else None
     _require_fit(job, bundle, made_by)
@@ -93,6 +95,8 @@ def _require_fit(job: Job, bundle: Bundle, made_by: Job | None) -> None:
 
 def _network(job: Job, bundle: Bundle, made_by: Job | None) -> EmbeddingNet:
     """The network of the bundle, with the batch norm of `job`; checked on the golden images."""
+    if made_by is not None and (bundle.path / WEIGHTS).is_file():
+        return _kept(job, bundle, made_by)
     import onnx  # here, as few runs begin with a bundle
 
     shapes = _trunks(job.model.backbone)
@@ -124,6 +128,30 @@ def _network(job: Job, bundle: Bundle, made_by: Job | None) -> EmbeddingNet:
         f"golden vectors differ by {least:.2g}, allowed is {MAX_DIFFERENCE:g}. Train from other "
         "model.weights."
     )
+
+
+def _kept(job: Job, bundle: Bundle, made_by: Job) -> EmbeddingNet:
+    """The network with the weights that the bundle keeps, and their own batch norm."""
+    model = made_by.model.model_copy(update={"weights": "none", "dim": bundle.manifest.dim})
+    net = EmbeddingNet(model, made_by.regularizers.with_flow).eval()
+    path = str(bundle.path / WEIGHTS)
+    load_weights(net, read_weights(path, model.backbone), path)
+    difference = np.abs(torch_embed(net, bundle.golden_inputs()) - bundle.golden_vectors()).max()
+    if not difference <= MAX_DIFFERENCE:
+        raise CheckpointError(
+            f"{path} has other weights than the model of its bundle: the golden vectors differ by "
+            f"{difference:.2g}, allowed is {MAX_DIFFERENCE:g}. Restore the bundle, or delete the "
+            "file."
+        )
+    folded = (made_by.model.batch_norm == "folded", job.model.batch_norm == "folded")
+    if folded == (True, False):
+        raise CheckpointError(
+            f"The batch norm of the bundle {bundle.path} is folded. Set model.batch_norm to "
+            '"folded".'
+        )
+    if folded == (False, True):
+        fold_batch_norm(net.trunk, net.trunk.side if isinstance(net.trunk, TimmTrunk) else 64)
+    return net
 
 
 def _trunks(backbone: str) -> list[Model]:

@@ -1,5 +1,7 @@
 """Weight files: reading them and fitting them to a network."""
 
+from pathlib import Path
+
 import torch
 from torch import Tensor, nn
 
@@ -39,6 +41,18 @@ def read_weights(weights: str, name: str) -> State:
     if not isinstance(state, dict) or not all(isinstance(v, Tensor) for v in state.values()):
         raise CheckpointError(_NO_WEIGHTS.format(path=path, name=name))
     return state
+
+
+def write_weights(network: nn.Module, path: Path) -> None:
+    """Write the state dict of `network`. Raises: CheckpointError without safetensors."""
+    try:
+        from safetensors.torch import save_file
+    except ModuleNotFoundError as error:
+        raise CheckpointError(
+            "--keep-weights needs the package safetensors: pip install 'kinlens[timm]'."
+        ) from error
+    # Tensors in channels-last order would be refused.
+    save_file({key: value.contiguous() for key, value in network.state_dict().items()}, path)
 
 
 def load_weights(network: nn.Module, state: State, source: str) -> None:

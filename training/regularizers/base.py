@@ -8,8 +8,6 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from kinlens.training.losses.base import MetricLoss
-
 
 class Regularizer(nn.Module):
     """A term that is added to the loss, `weight` times.
@@ -40,7 +38,7 @@ class Regularizer(nn.Module):
     def begin_epoch(self, epoch: int) -> None:
         """Called before each epoch with the number of finished ones."""
 
-    def sites(self, loss: MetricLoss) -> list[Tensor]:
+    def sites(self, loss: nn.Module) -> list[Tensor]:
         """The tensors that alone get its gradient; [] if they are the embeddings."""
         del loss
         return []

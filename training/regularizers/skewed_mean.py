@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kinlens.training.fields import Finite, Positive
@@ -61,7 +61,7 @@ class SkewedMeanRegularizer(Regularizer):
     def needs_with(cls, options: Any) -> Mapping[str, str]:
         return cls.needs if options.centres == "proxies" else {}
 
-    def sites(self, loss: MetricLoss) -> list[Tensor]:
+    def sites(self, loss: nn.Module) -> list[Tensor]:
         return [loss.proxies] if self.centres == "proxies" and isinstance(loss, ProxyLoss) else []
 
     def forward(self, embeddings: Tensor, labels: Tensor, loss: MetricLoss | None = None) -> Tensor:

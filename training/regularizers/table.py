@@ -6,7 +6,8 @@ parameters except `dim`, the length of an embedding.
 
 import inspect
 
-from kinlens.training.fields import Options
+from kinlens.training.fields import Options, OwnRegularizer
+from kinlens.training.own import own_part
 from kinlens.training.regularizers.base import Regularizer
 from kinlens.training.regularizers.determinant import DeterminantRegularizer
 from kinlens.training.regularizers.graph_consistency import GraphConsistencyRegularizer
@@ -26,7 +27,14 @@ GIVEN = ("dim",)
 
 def build_regularizer(name: str, options: Options, dim: int) -> Regularizer:
     """The regularizer of a job's table `regularizers.NAME`, for embeddings of length D."""
-    kind = REGULARIZERS[name]
+    kind = kind_of(name, options)
     given = {"dim": dim} if "dim" in inspect.signature(kind).parameters else {}
-    names = type(options).model_fields.keys() - {"share"}
-    return kind(**given, **{option: getattr(options, option) for option in names})
+    names = dict(options).keys() - {"share", "name"}
+    made: Regularizer = kind(**given, **{option: getattr(options, option) for option in names})
+    return made
+
+
+def kind_of(name: str, options: Options) -> type[Regularizer]:
+    kind: type[Regularizer]
+    kind = own_part(options.name) if isinstance(options, OwnRegularizer) else REGULARIZERS[name]
+    return kind

@@ -15,9 +15,9 @@ from kinlens.embedder.engines.models import SessionSettings, create_session
 from kinlens.embedder.machine import core_count
 from kinlens.embedder.manifest import Preprocessing
 from kinlens.embedder.types import Images
+from kinlens.training.bundles.graph import trunk_nodes
 from kinlens.training.data.images import EvaluationImages
 from kinlens.training.data.records import LabelledImages
-from kinlens.training.export.graph import trunk_nodes
 
 _BATCH = 8
 _INT8 = "Add AveragePool Clip Concat Conv Gemm GlobalAveragePool MatMul MaxPool Relu"

@@ -21,11 +21,11 @@ from kinlens.embedder.manifest import Comparison, FilePrecision, HeldOut, Mode
 from kinlens.embedder.preprocess import ImageLimits
 from kinlens.embedder.session import OnnxEmbedder, golden_fault
 from kinlens.embedder.types import Embeddings, Images
+from kinlens.training.bundles.graph import write_onnx
+from kinlens.training.bundles.int8 import quantize_int8, range_images
 from kinlens.training.data.records import LabelledImages
 from kinlens.training.data.samplers import times_before
 from kinlens.training.evaluation.retrieval import Retrieval, retrieval
-from kinlens.training.export.graph import write_onnx
-from kinlens.training.export.int8 import quantize_int8, range_images
 from kinlens.training.models.embedding import EmbeddingNet
 
 MAX_RECALL_LOSS = 0.5

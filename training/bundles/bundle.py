@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 import numpy as np
+import torch
 from PIL import Image
 
-from kinlens.embedder.bundle import Bundle, VariantFiles, write_bundle
+from kinlens.embedder.bundle import WEIGHTS, Bundle, VariantFiles, write_bundle
 from kinlens.embedder.engines.models import (
     SessionSettings,
     absence,
@@ -46,19 +47,21 @@ from kinlens.embedder.preprocess import preprocess
 from kinlens.embedder.seen import Seen
 from kinlens.embedder.session import OnnxEmbedder
 from kinlens.embedder.types import Embed, Embeddings, Images
+from kinlens.training.bundles.calibration import fit_calibration
+from kinlens.training.bundles.graph import write_onnx
+from kinlens.training.bundles.map import EmbeddingMap, check_map
+from kinlens.training.bundles.precisions import Candidate, compare, make_candidate, make_file
 from kinlens.training.checkpoint import Checkpoint
 from kinlens.training.config.job import parse_job
 from kinlens.training.config.settings import Input, Model, Runtime
 from kinlens.training.data.records import LabelledImages, Split
 from kinlens.training.evaluation.evaluate import OnBatch, embed_with, searched
 from kinlens.training.evaluation.retrieval import Retrieval, queries_in, retrieval
-from kinlens.training.export.calibration import fit_calibration
-from kinlens.training.export.graph import write_onnx
-from kinlens.training.export.map import EmbeddingMap, check_map
-from kinlens.training.export.precisions import Candidate, compare, make_candidate, make_file
+from kinlens.training.evaluation.structure import require_distinct
 from kinlens.training.folder import UNTRAINED
 from kinlens.training.models.embedding import EmbeddingNet, torch_embed
 from kinlens.training.models.from_bundle import new_network
+from kinlens.training.models.weights import write_weights
 from kinlens.training.rendered.catalogue import render_view
 
 PARITY_BATCHES = (1, 3, 8, 13)
@@ -121,6 +124,7 @@ def export_checkpoint(
     trunk: bool = False,
     with_map: bool = False,
     seen: Seen | None = None,
+    keep_weights: bool = False,
 ) -> Bundle:
     """Write the bundle of a checkpoint to the new folder `out`.
 
@@ -138,8 +142,10 @@ def export_checkpoint(
         trunk: export the pooled features of the trunk that the run began with, not its model.
         with_map: also export the share of each position in the embedding (see `EmbeddingMap`).
         seen: what the model was trained on, for comparisons with other models.
+        keep_weights: also write the state dict of the network, to continue its training.
 
-    Raises: DatasetError if `split` is not the split of the run; ExportError, BundleError.
+    Raises: DatasetError if `split` is not the split of the run; EvaluationError if all embeddings
+        are equal; ExportError, BundleError.
     """
     make_room(out)
     split.require(checkpoint.split_sha256, "The checkpoint")
@@ -169,7 +175,7 @@ def export_checkpoint(
             split_sha256=split.sha256(),
             baseline=_baseline(checkpoint, split),
         )
-    return _export(net, manifest, out, data, precisions, with_map, seen)
+    return _export(net, manifest, out, data, precisions, with_map, seen, keep_weights)
 
 
 def export_backbone(
@@ -232,6 +238,7 @@ def _export(
     precisions: Sequence[Precision] = (),
     with_map: bool = False,
     seen: Seen | None = None,
+    keep_weights: bool = False,
 ) -> Bundle:
     # Next to the bundle there must be space for it; a /tmp in memory may have none.
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as name:
@@ -269,8 +276,21 @@ def _export(
             by_onnx = partial(run_plain, session, "images")
             checked = check_map(partial(torch_embed, map_net), by_onnx, inputs, golden)
             manifest = manifest.model_copy(update={"map": checked})
+        weights = Path(name) / WEIGHTS if keep_weights else None
+        if weights is not None:
+            write_weights(net, weights)
         return write_bundle(
-            out, manifest, trial.model_path, images, inputs, golden, files, map_model, modes, seen
+            out,
+            manifest,
+            trial.model_path,
+            images,
+            inputs,
+            golden,
+            files,
+            map_model,
+            modes,
+            seen,
+            weights,
         )
 
 
@@ -355,6 +375,7 @@ def _figures(
         reason = str(error)
 
     images, fp32 = parts[data.held_out], vectors[data.held_out, "fp32"]
+    require_distinct(torch.from_numpy(fp32))
     recall = retrieval(fp32, images.labels, ks=data.ks).recall_by_name()
     page = HeldOut(split=data.held_out, images=len(images), recall=recall, no_calibration=reason)
     variants: dict[FilePrecision, Variant] = {}

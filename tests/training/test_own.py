@@ -1,0 +1,187 @@
+"""A user's own loss, miner, sampler, regularizer, augmentation and backbone, by import path."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kinlens.embedder.bundle import WEIGHTS
+from kinlens.embedder.errors import CheckpointError, EvaluationError, JobError
+from kinlens.training import Callback, evaluate, export, fit, load_job
+from tests.training.jobs import small_job
+
+ROOT = Path(__file__).parents[2]
+
+PARTS = '''
+import numpy as np
+import torch
+from PIL import ImageOps
+from torch import nn
+from torch.nn import functional as F
+
+from kinlens.training import Regularizer, Triplets, semi_hard
+
+
+class NormFace(nn.Module):
+    """Softmax over cosines with learnt centres.
+
+    Args:
+        scale: sharpness.
+    """
+
+    def __init__(self, classes, dim, scale: float = 16.0):
+        super().__init__()
+        self.scale = scale
+        self.centres = nn.Parameter(torch.randn(classes, dim))
+
+    def forward(self, embeddings, labels):
+        cosines = embeddings @ F.normalize(self.centres, dim=1).T
+        return F.cross_entropy(self.scale * cosines, labels)
+
+
+class Spread(Regularizer):
+    def __init__(self, weight: float = 0.1):
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, embeddings, labels, loss):
+        return (embeddings @ embeddings.T).mean()
+
+
+def mined(similarities, labels):
+    found = semi_hard(similarities, labels)
+    return Triplets(found.mined, found.negative)
+
+
+def in_order(labels, batch_size, rng):
+    return rng.permutation(len(labels))[: len(labels) // batch_size * batch_size].reshape(
+        -1, batch_size
+    )
+
+
+def grey(view, rng):
+    return ImageOps.grayscale(view).convert("RGB") if rng.random() < 0.5 else view
+
+
+class Tiny(nn.Module):
+    channels = 6
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.layer = nn.Conv2d(3, 6, 8, stride=8)
+
+    def forward(self, images):
+        return self.layer(images).relu()
+'''
+
+
+def own_job(folder: Path, **changes: Any) -> dict[str, Any]:
+    """A job whose parts are all in `folder`/parts.py, on rendered products."""
+    (folder / "parts.py").write_text(PARTS)
+    content = small_job(folder / "products", regularized=False).as_dict()
+    part = lambda name: f"{folder}/parts.py:{name}"
+    content["loss"] = {"name": part("NormFace"), "scale": 8.0}
+    content["regularizers"]["own"] = {"spread": {"name": part("Spread"), "weight": 0.5}}
+    content["sampling"]["kind"] = part("in_order")
+    content["input"]["augment"] = part("grey")
+    content["model"] |= {"backbone": part("Tiny"), "pooling": "gap"}
+    for table, values in changes.items():
+        content[table] |= values
+    return content
+
+
+class Seen(Callback):
+    def __init__(self) -> None:
+        self.parts: list[dict[str, float]] = []
+
+    def step_done(self, parts: dict[str, float]) -> None:
+        self.parts.append(parts)
+
+
+def test_every_part_of_a_job_may_be_a_file_of_the_user(tmp_path: Path) -> None:
+    run, seen = tmp_path / "run", Seen()
+    result = fit(own_job(tmp_path), out=run, callbacks=[seen])
+    assert seen.parts
+    assert all(part["spread"] != 0 for part in seen.parts)
+    assert evaluate(run)["R@1"] == result.figures["R@1"]
+    bundle = export(run, tmp_path / "bundle", keep_weights=True)
+    assert evaluate(tmp_path / "bundle")["R@1"] == pytest.approx(result.figures["R@1"], abs=0.1)
+    assert (bundle.path / WEIGHTS).is_file()
+
+
+def test_a_run_continues_with_the_source_that_it_began_with_alone(tmp_path: Path) -> None:
+    job, run = own_job(tmp_path, model={"backbone": "timm:test_resnet"}), tmp_path / "run"
+    fit(job, out=run)
+    again = fit(job, out=run, resume=True)
+    assert again.best_epoch == 1
+    other = PARTS.replace("self.scale *", "2 * self.scale *")
+    (tmp_path / "parts.py").write_text(other)
+    with pytest.raises(CheckpointError, match=r"another source of .*parts.py:NormFace"):
+        fit(job, out=run, resume=True)
+    assert evaluate(run)["R@1"] == again.figures["R@1"]  # the loss is not of the model
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"loss": {"scales": 2.0}}, "loss.scales: unknown key"),
+        ({"loss": {"scale": "high"}}, "loss.scale = 'high'"),
+        ({"loss": {"name": "nowhere.losses:NormFace"}}, "cannot be imported.*name the file"),
+        ({"start": {"proxies": "class_means"}}, "has no proxies"),
+    ],
+)
+def test_options_of_an_own_part_are_checked_before_the_training(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(JobError, match=message):
+        load_job(own_job(tmp_path, **change))
+
+
+def test_a_miner_of_the_user_selects_the_triplets(tmp_path: Path) -> None:
+    from kinlens.training import TripletLoss
+
+    own_job(tmp_path)
+    vectors = nn.functional.normalize(torch.randn(8, 4, generator=torch.manual_seed(0)), dim=1)
+    labels = torch.arange(8) // 2
+    by_path = TripletLoss(mining=f"{tmp_path}/parts.py:mined")(vectors, labels)
+    assert torch.equal(by_path, TripletLoss(mining="semi_hard")(vectors, labels))
+
+
+class Collapsing(nn.Module):
+    """Pulls all embeddings to one point, whatever their class."""
+
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        return 1e4 * (embeddings - embeddings.new_tensor([1.0] + [0.0] * 15)).square().sum()
+
+
+def test_a_collapsed_model_ends_its_run_and_is_not_exported(tmp_path: Path) -> None:
+    job = small_job(tmp_path / "products", regularized=False, epochs=2, kind="adam").as_dict()
+    job["optimizer"] |= {"lr_trunk": 0.0, "lr_head": 0.0}
+    run = tmp_path / "run"
+    fit(job, out=run, loss=Collapsing())
+    state = torch.load(run / "checkpoint.pt", weights_only=True)
+    state["net"]["projection.weight"].zero_()
+    state["net"]["projection.bias"].fill_(1.0)
+    torch.save(state, run / "checkpoint.pt")
+    for use in (evaluate, lambda run: export(run, tmp_path / "bundle")):
+        with pytest.raises(EvaluationError, match="All embeddings are equal"):
+            use(run)
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_the_example_of_the_documentation_trains_and_exports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (ROOT / "docs/own-loss.md").read_text(encoding="utf-8")
+    losses, script = (part.partition("\n```")[0] for part in text.split("```python\n")[1:3])
+    (tmp_path / "losses.py").write_text(losses)
+    job = small_job(tmp_path / "products", regularized=False)
+    fit(job, out=tmp_path / "first")  # renders the products
+    tables = {name: job.as_dict()[name] for name in ("model", "input", "optimizer", "runtime")}
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    exec(script, {"SETTINGS": tables})
+    assert (tmp_path / "bundles/own/manifest.json").is_file()

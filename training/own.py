@@ -1,0 +1,122 @@
+"""A user's own part of a job: a loss, regularizer, miner, sampler, augmentation or backbone.
+
+A job names it by its import path, `my_package.losses:NormFace`, or by its file,
+`/home/me/losses.py:NormFace`. A command does not search the working directory for modules, so a
+file that is not installed must be named as a file.
+"""
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from kinlens.embedder.errors import CheckpointError, JobError
+
+OWN_PATH = r"^[^:]+:[A-Za-z_]\w*$"
+_NOT_OWN = "timm:"
+_TABLES = ("loss", "regularizers", "sampling", "input")
+
+_parts: dict[str, Any] = {}
+"""Parts by path: each is imported once, and `register` adds those that have no import path."""
+
+
+def is_own(name: object) -> bool:
+    found = isinstance(name, str) and re.match(OWN_PATH, name) is not None
+    return found and not str(name).startswith(_NOT_OWN)
+
+
+def own_part(path: str) -> Any:
+    """The class or function of an import path. Raises: JobError if it cannot be imported."""
+    if path not in _parts:
+        module, _, name = path.rpartition(":")
+        try:
+            _parts[path] = getattr(_module(module), name)
+        except Exception as error:  # whatever the module raises
+            reason = f"{type(error).__name__}: {error}"
+            raise JobError(
+                f"{path} cannot be imported ({reason}). Install its package, or name the file "
+                f"itself: /path/to/file.py:{name}."
+            ) from error
+    return _parts[path]
+
+
+def register(part: Any) -> str:
+    """The path of a class, function or module instance of this process, for a job."""
+    kind = part if inspect.isclass(part) or inspect.isfunction(part) else type(part)
+    path = f"{kind.__module__}:{kind.__name__}"
+    _parts[path] = part
+    return path
+
+
+def own_paths(content: Mapping[str, Any]) -> list[str]:
+    """The paths of all own parts of a job as plain data, sorted."""
+    found = {content["model"]["backbone"], *_texts([content[table] for table in _TABLES])}
+    return sorted(path for path in found if is_own(path))
+
+
+def sources_of(content: Mapping[str, Any]) -> dict[str, str]:
+    """The sha256 of the source file of each own part; "" if it has none, as in a notebook."""
+    return {path: source_sha256(path) for path in own_paths(content)}
+
+
+def require_sources(known: Mapping[str, str], found: Mapping[str, str], run: str) -> None:
+    """Raises: CheckpointError if the source of an own part has changed since the run began."""
+    changed = [path for path in known.keys() & found.keys() if known[path] != found[path]]
+    if changed:
+        raise CheckpointError(
+            f"{run} was trained with another source of {', '.join(sorted(changed))}. Restore the "
+            "file, or start a new run."
+        )
+
+
+def absolute_path(path: str) -> str:
+    """`path` with an absolute file, if it names one, so that other folders find it."""
+    module, _, name = path.rpartition(":")
+    return f"{Path(module).expanduser().absolute()}:{name}" if module.endswith(".py") else path
+
+
+def _module(name: str) -> ModuleType:
+    if not name.endswith(".py"):
+        return importlib.import_module(name)
+    alias = f"kinlens_own_{hashlib.sha256(name.encode()).hexdigest()[:16]}"
+    if alias not in sys.modules:
+        spec = importlib.util.spec_from_file_location(alias, name)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[alias] = module  # before its code runs, as `import` does
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[alias]
+            raise
+    return sys.modules[alias]
+
+
+def source_sha256(path: str) -> str:
+    part = own_part(path)
+    kind = part if inspect.isclass(part) or inspect.isfunction(part) else type(part)
+    try:
+        file = inspect.getsourcefile(kind)
+    except TypeError:  # of an interactive session
+        file = None
+    if file is None or not Path(file).is_file():
+        return ""
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _texts(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts(item)

@@ -13,7 +13,7 @@ from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.manifest import Precision
 from kinlens.training.commands.evaluate import figures_of
 from kinlens.training.commands.export import export_run
-from kinlens.training.commands.jobs import load_images, shop_of
+from kinlens.training.commands.jobs import job_of, load_images, shop_of
 from kinlens.training.config.job import Job, load_job, with_absolute_paths
 from kinlens.training.data.samplers import BatchSampler
 from kinlens.training.folder import Result
@@ -102,7 +102,7 @@ def fit(
         TrainingError: a loss that is not finite, or a folder that cannot be written.
         EvaluationError: all embeddings are equal.
     """
-    wanted = job if isinstance(job, Job) else load_job(job)
+    wanted = job if isinstance(job, Job) else job_of(job)
     content = wanted.as_dict()
     if images is not None:
         root, _, table = shop_of(Path(images))

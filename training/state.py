@@ -23,7 +23,7 @@ from kinlens.training.objective import Objective, TrainingStep
 from kinlens.training.own import require_sources, sources_of
 
 Row = dict[str, float]
-OF_TERMS = ("share ", "scale ", "reach ", "r_")
+OF_TERMS = ("share ", "scale ", "reach ", "calibrates ", "r_")
 """Prefixes of the figures of regularizers in a row, as means over the epoch."""
 VALIDATION = "validation "
 """Prefix of figures on validation classes; figures on test classes have none."""

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from kinlens.embedder.errors import JobError
+from kinlens.training.commands.jobs import job_of
 from kinlens.training.config.job import Job, expand_path, load_job
 from kinlens.training.folder import changes
 
@@ -72,6 +73,43 @@ def test_a_wrong_option_is_named_and_not_the_job_that_it_changes(
         load_job("adapt", [override])
     assert message in str(caught.value)
     assert not re.search("adapt.toml|Input should|Value error|[Tt]ag |given: {", str(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("override", "cure"),
+    [
+        ("optimizer.warmup_epochs=30", "the trunk would never be trained in 30 epochs"),
+        ("sampling.per_class=4", 'set sampling.kind = "balanced"'),
+        ("optimizer.step_epochs=3", 'set optimizer.schedule = "step"'),
+        ("model.views=2", "set model.frozen_trunk = true"),
+        ("model.weights=none", 'set model.batch_norm = "train"'),
+        ("optimizer.lr_flows=0.5", "no regularizer has a flow"),
+    ],
+)
+def test_a_setting_without_effect_is_refused_with_what_it_needs(
+    tmp_path: Path, override: str, cure: str
+) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(MINIMAL)
+    with pytest.raises(JobError, match=f"{override.partition('=')[0]} = .* has no effect.*{cure}"):
+        job_of(path, [override])
+    table, _, setting = override.partition(".")
+    path.write_text(f"{MINIMAL}[{table}]\n{setting.replace('none', repr('none'))}\n")
+    with pytest.raises(JobError, match="has no effect here"):
+        job_of(path)
+    assert job_of({**load_job(path).as_dict()})  # as programs write it: each setting of each table
+    assert job_of(path, [f"{table}.{setting}", *CURES[table]])
+
+
+CURES = {
+    "optimizer": [
+        "optimizer.epochs=40",
+        "optimizer.schedule=step",
+        "regularizers.determinant.share=0.2",
+    ],
+    "sampling": ["sampling.kind=balanced"],
+    "model": ["model.frozen_trunk=true", "model.batch_norm=train"],
+}
 
 
 def test_a_job_file_that_does_not_exist_is_named_with_its_neighbour(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from kinlens.training.config.job import parse_job
 from kinlens.training.data.load import load_split
 from kinlens.training.regularizers.shares import WIDEST, Shares, gradient_norms
+from kinlens.training.report.notices import after_epoch
 from kinlens.training.trainer import fit
 from tests.training.jobs import Silent, small_job
 
@@ -64,6 +65,22 @@ def test_without_a_gradient_the_scale_waits_and_the_share_is_zero() -> None:
     toy.strength = 1e-3  # it begins to act, as a flow that was fitted first does
     assert toy.train().scale > 1
     assert Toy(0.2, strength=1e-12).train().scale == pytest.approx(WIDEST)  # all but vanishing
+
+
+def test_no_sentence_on_a_share_comes_before_its_calibration_has_ended(tmp_path: Path) -> None:
+    content = small_job(tmp_path / "products").as_dict()
+    content["regularizers"]["determinant"]["share"] = 0.2
+    job = parse_job(content)
+    early = {"epoch": 1.0, "share determinant": 0.004, "scale determinant": 1.0}
+    early["calibrates determinant"] = 1.0
+    late = {"epoch": 2.0, "share determinant": 0.1, "scale determinant": WIDEST}
+    late["reach determinant"] = 0.0001
+    assert after_epoch(job, [early]) == []
+    in_flow, at_bound = after_epoch(job, [early, late])
+    assert "hardly the layers before it" in in_flow
+    assert "at the bound of its calibration" in at_bound
+    [faint] = after_epoch(job, [early, {**late, "share determinant": 0.004}])
+    assert "almost no effect" in faint
 
 
 def test_shares_are_in_log_rows_and_few_steps_are_said_and_raised(tmp_path: Path) -> None:

@@ -131,6 +131,10 @@ def test_what_a_network_cannot_do_is_named(tmp_path: Path) -> None:
         export_backbone("vit", model, spec, tmp_path / "bundle")
     with pytest.raises(JobError, match=r"images of 96 px.*accepts 160"):
         net_of("timm:test_vit_relpos", pooling="gap").check_sizes(96)
+    with pytest.raises(JobError, match=r'class token alone. Set model.pooling = "cls"'):
+        net_of("timm:pit_ti_224").check_sizes(224)
+    with pytest.raises(JobError, match="does not return one map or one list of tokens"):
+        net_of("timm:efficientvim_m1").check_sizes(224)
     with pytest.raises(JobError, match="cannot be built without its own pooling"):
         build_trunk("timm:crossvit_tiny_240", "none")
     with pytest.raises(JobError, match=r'"folded" needs a convolution before each batch norm'):

@@ -15,13 +15,14 @@ from kinlens.training.commands.jobs import (
     JobName,
     Overrides,
     Verbose,
+    job_of,
     load_images,
     settings_of,
     shop_of,
     stoppable,
     summary,
 )
-from kinlens.training.config.job import load_job, with_absolute_paths
+from kinlens.training.config.job import load_job
 from kinlens.training.config.layers import JOBS
 from kinlens.training.folder import replace_text
 from kinlens.training.report.log import console, console_listener, note
@@ -56,7 +57,7 @@ def fit(
     from kinlens.training.report.callbacks import TRACKERS, Callbacks
     from kinlens.training.runner import require_fresh_or_resumable, run_job
 
-    settings = with_absolute_paths(load_job(job, settings_of(overrides, allow_partial)))
+    settings = job_of(job, settings_of(overrides, allow_partial))
     settings.protocol.require_flag(choose_by_test)
     folder = out or Path("runs") / settings.name
     require_fresh_or_resumable(folder, resume)

@@ -1,7 +1,7 @@
 """Shared code of the commands: options, and loading of jobs and their images."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,8 +11,16 @@ from pydantic import ValidationError
 
 from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.errors import JobError
-from kinlens.training.config.job import Job, apply_override, explain, parse_job
-from kinlens.training.config.layers import known_jobs
+from kinlens.training.config.dead import require_effect, written
+from kinlens.training.config.job import (
+    Job,
+    apply_override,
+    explain,
+    load_job,
+    parse_job,
+    with_absolute_paths,
+)
+from kinlens.training.config.layers import known_jobs, read_top
 from kinlens.training.config.settings import RenderedData
 from kinlens.training.data.records import Split
 from kinlens.training.report.log import note, progress_bar
@@ -40,6 +48,14 @@ ChooseByTest = Annotated[
 
 def settings_of(overrides: Sequence[str] | None, allow_partial: bool) -> list[str]:
     return [*(overrides or ()), *(["data.allow_partial=true"] if allow_partial else [])]
+
+
+def job_of(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Job:
+    """The job of a user, with absolute paths. Raises: JobError, also on dead settings."""
+    job = load_job(source, overrides)
+    given = {override.partition("=")[0].strip() for override in overrides}
+    require_effect(job, given | written(read_top(source)))
+    return with_absolute_paths(job)
 
 
 def shop_of(data: Path) -> tuple[Path, str, str]:

@@ -45,6 +45,15 @@ def read_layers(source: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any],
     raise JobError(f"No job {str(source)!r}. {hint}Give the path of a TOML file or {known_jobs()}.")
 
 
+def read_top(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
+    """The tables that a user wrote: those of a file or dict without its bases. Raises: JobError."""
+    if isinstance(source, Mapping):
+        return source
+    path = _file(source)
+    is_shipped = path is None or path.parent == JOBS
+    return {} if is_shipped or path is None else tomllib.loads(path.read_text("utf-8-sig"))
+
+
 def job_names() -> list[str]:
     return sorted({*_products(), *(path.stem for path in JOBS.glob("*.toml"))})
 

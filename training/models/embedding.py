@@ -59,6 +59,11 @@ class Pool(nn.Module):
         if self.kind == "cls":
             return maps[:, 0]
         if maps.ndim == 3:
+            if maps.shape[1] <= self.prefix:
+                raise JobError(
+                    'The backbone returns its class token alone. Set model.pooling = "cls", or '
+                    "choose another model.backbone."
+                )
             maps = maps[:, self.prefix :].transpose(1, 2).unsqueeze(-1)  # (B, C, T, 1)
         if self.kind == "gap":
             return maps.mean(dim=(2, 3))

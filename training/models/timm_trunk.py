@@ -42,7 +42,7 @@ class TimmTrunk(nn.Module):
         """Float (B, 3, S, S) to maps (B, C, H, W) or tokens (B, T, C). Raises: JobError."""
         side = images.shape[-1]
         try:
-            features: Tensor = self.network(images)
+            features: Any = self.network(images)
         except (AssertionError, RuntimeError) as error:
             # For a wrong size timm raises whatever error comes first.
             if side == self.side or isinstance(error, _DEVICE_ERRORS):
@@ -51,14 +51,15 @@ class TimmTrunk(nn.Module):
                 f"{TIMM}{self.name} does not accept images of {side} px ({error}). It accepts "
                 f"{self.side}: set input.size_px and input.test_px."
             ) from error
-        if features.ndim == 2:
+        if not isinstance(features, Tensor) or features.ndim not in (3, 4):
             raise JobError(
-                f"{TIMM}{self.name} returns one vector per image, not a map or tokens to pool. "
+                f"{TIMM}{self.name} does not return one map or one list of tokens to pool. "
                 "Choose another model.backbone."
             )
         if features.ndim == 4 and getattr(self.network, "output_fmt", "NCHW") == "NHWC":
             features = features.permute(0, 3, 1, 2)
-        return features
+        maps: Tensor = features
+        return maps
 
 
 def build_timm_trunk(name: str, weights: str) -> TimmTrunk:
@@ -91,12 +92,12 @@ def build_timm_trunk(name: str, weights: str) -> TimmTrunk:
     try:
         # Remove pooling last: norms after it keep their weights and act on each position.
         network.reset_classifier(0, "")
-    except AssertionError as error:
+        return TimmTrunk(name, network)
+    except (AssertionError, AttributeError, KeyError, TypeError) as error:
         raise JobError(
             f"{TIMM}{name} cannot be built without its own pooling ({error}). Choose another "
             "model.backbone."
         ) from error
-    return TimmTrunk(name, network)
 
 
 @functools.cache

@@ -113,11 +113,16 @@ class Shares:
         return {name: self.terms[name].scale * x for name, x in penalties.items()}
 
     def figures(self) -> dict[str, float]:
-        """For the log: "share NAME" as last measured (if ever), "scale NAME", "reach NAME"."""
+        """For the log: "share NAME" as last measured (if ever), "scale NAME", "reach NAME".
+
+        "calibrates NAME" is 1 while the scale of a penalty with a gradient may still change.
+        """
         found: dict[str, float] = {}
         for name, term in self.terms.items():
             if term.last >= 0:
                 found |= {f"share {name}": term.last, f"scale {name}": term.scale}
+            if term.last > 0 and term.calibrates(self._calibration):
+                found[f"calibrates {name}"] = 1.0
             if term.reach >= 0:
                 found[f"reach {name}"] = term.reach
         return found

@@ -61,7 +61,9 @@ def after_epoch(job: Job, history: Sequence[Row]) -> list[str]:
                 f"layers before it: its gradient at the features is "
                 f"{100 * row[f'reach {name}']:.2g} % of the gradient of the loss."
             )
-        if len(earlier) == 1 and _at_a_bound(row.get(f"scale {name}", 1.0)):
+        ended = f"calibrates {name}" not in row
+        was_ended = any(f"calibrates {name}" not in before for before in earlier)
+        if ended and not was_ended and _at_a_bound(row.get(f"scale {name}", 1.0)):
             notes.append(
                 f"regularizers.{name}: its weight ended at the bound of its calibration, "
                 f"{row[f'scale {name}']:g} times the given weight, with "
@@ -78,12 +80,14 @@ def _at_a_bound(scale: float) -> bool:
 def _faint(job: Job, name: str, row: Row) -> bool:
     """Whether a regularizer had almost no effect in an epoch after the epochs that fit its flow."""
     fitted = getattr(job.regularizers.wanted()[name], "fit_epochs", 0)
-    return row["epoch"] > fitted and row.get(f"share {name}", LEAST) < LEAST
+    is_final = f"calibrates {name}" not in row
+    return is_final and row["epoch"] > fitted and row.get(f"share {name}", LEAST) < LEAST
 
 
 def _is_in_its_flow(name: str, row: Row) -> bool:
     """Whether hardly any of its gradient passes the flow, as is normal in the first epoch."""
-    return row["epoch"] > 1 and row.get(f"reach {name}", LEAST) < LEAST
+    is_final = row["epoch"] > 1 and f"calibrates {name}" not in row
+    return is_final and row.get(f"reach {name}", LEAST) < LEAST
 
 
 def did_it_help(split: Split, result: Result) -> list[str]:

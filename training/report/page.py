@@ -115,7 +115,11 @@ def _figures(result: Result) -> list[str]:
 
 
 def _others(folder: Path, result: Result) -> list[str]:
-    """Finished runs next to `folder` that were tested on the same list of images, best first."""
+    """Finished runs next to `folder` that were tested on the same list of images.
+
+    They are in the order of their figures on validation classes, which may choose a run, or else of
+    their time.
+    """
     found = {folder: result}
     for path in folder.parent.glob(f"*/{RESULT}"):
         with suppress(CheckpointError, OSError):  # this report does not depend on others
@@ -123,19 +127,35 @@ def _others(folder: Path, result: Result) -> list[str]:
             same = other is not None and other.split_sha256 == result.split_sha256
             if other is not None and same and other.chosen_by != "test":
                 found[path.parent] = other
-    rows = [
-        [
-            f"**{plain(run.name)}**"
-            if run == folder
-            else f"[{plain(run.name)}](../{quote(run.name)}/report.md)",
-            one.model,
-            *(f"{one.figures[name]:.1f}" for name in ("R@1", "MAP@R")),
-        ]
-        for run, one in sorted(found.items(), key=lambda item: -item[1].figures.get("R@1", 0.0))
-        if {"R@1", "MAP@R"} <= one.figures.keys()
+    runs = [run for run, one in found.items() if {"R@1", "MAP@R"} <= one.figures.keys()]
+    if len(runs) < 2:
+        return []
+    validated = all("R@1" in found[run].validation for run in runs)
+    if validated:
+        runs.sort(key=lambda run: -found[run].validation["R@1"])
+    else:
+        runs.sort(key=lambda run: (run / RESULT).stat().st_mtime)
+    rows = []
+    for run in runs:
+        plain_name, one = plain(run.name), found[run]
+        link = f"[{plain_name}](../{quote(run.name)}/report.md)"
+        if run == folder:
+            link = f"**{plain_name}**"
+        chosen = [f"{one.validation['R@1']:.1f}"] if validated else []
+        rows.append(
+            [link, one.model, *chosen, *(f"{one.figures[n]:.1f}" for n in ("R@1", "MAP@R"))]
+        )
+    order = "R@1 on validation classes" if validated else "time"
+    columns = ["R@1, validation"] if validated else []
+    header = ["run on the same list of images", "model", *columns, "R@1, test", "MAP@R, test"]
+    return [
+        f"Runs in the order of their {order}. Do not choose one by its test figures: the best of "
+        "several is too high by chance. Choose on validation classes "
+        "(protocol.validation_fraction).",
+        "",
+        *table(header, rows),
+        "",
     ]
-    header = ["run on the same list of images", "model", "R@1", "MAP@R"]
-    return [*table(header, rows), ""] if len(rows) > 1 else []
 
 
 def _regularizers(job: Job, history: Rows) -> list[str]:

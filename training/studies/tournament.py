@@ -124,7 +124,7 @@ def load_grid(path: Path, overrides: Sequence[str] = ()) -> list[Run]:
     grid = _read(path)
     job = _base(grid.job, path, overrides)
     base = job.as_dict()
-    used = "-".join(name for name, value in job.regularizers if value is not None) or "none"
+    used = "-".join(job.regularizers.wanted()) or "none"
     trunk = re.sub(r"[^A-Za-z0-9._]+", "-", job.model.backbone)
     # Seeds are outermost, so an unfinished tournament has complete tables of fewer seeds.
     lists: dict[str, list[Any]] = {

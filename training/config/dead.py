@@ -1,0 +1,89 @@
+"""Settings without an effect in their job, which are refused as unknown keys are."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from kinlens.embedder.errors import JobError
+from kinlens.training.config.job import Job
+from kinlens.training.config.settings import BACKBONE_NAMES
+from kinlens.training.own import is_own
+
+_TABLES = {"model", "start", "input", "sampling", "optimizer", "protocol", "runtime"}
+
+
+def require_effect(job: Job, given: Collection[str]) -> None:
+    """Refuse the settings among `given`, dotted names, that a user changed in vain.
+
+    Raises: JobError naming what the first of them needs.
+    """
+    for name, cure in _dead(job).items():
+        if name in given and not _is_default(job, name):
+            raise JobError(f"{name} = {_value(job, name)!r} has no effect here: {cure}.")
+
+
+def written(content: Mapping[str, Any], prefix: str = "") -> set[str]:
+    """The dotted names of the settings in plain data; none if it states every table.
+
+    Programs write such files, of combinations that nobody chose one by one.
+    """
+    if not prefix and content.keys() >= _TABLES:
+        return set()
+    found = set()
+    for key, value in content.items():
+        name = prefix + key
+        found |= written(value, f"{name}.") if isinstance(value, Mapping) else {name}
+    return found
+
+
+def _dead(job: Job) -> dict[str, str]:
+    """All settings that have no effect whatever their value, with what they need."""
+    model, optimizer, kind = job.model, job.optimizer, job.sampling.kind
+    no_mode = model.weights == "none" and model.backbone in BACKBONE_NAMES
+    own = is_own(job.loss.name) or bool(job.regularizers.own)
+    rules = {
+        "model.weights": (
+            no_mode and model.batch_norm != "train",
+            f'random weights never learn with model.batch_norm = "{model.batch_norm}", as their '
+            'batch norm has no statistics; set model.batch_norm = "train"',
+        ),
+        "model.views": (not model.frozen_trunk, "set model.frozen_trunk = true"),
+        "input.min_crop_area": (job.input.crop == "fixed", 'set input.crop = "area"'),
+        "sampling.per_class": (kind == "random", 'set sampling.kind = "balanced"'),
+        "sampling.pairs": (kind in ("random", "balanced"), 'set sampling.kind = "paired"'),
+        "optimizer.lr_flows": (
+            not own and not job.regularizers.wanted().keys() & {"determinant", "non_isotropy"},
+            "no regularizer has a flow",
+        ),
+        "optimizer.lr_proxies": (
+            not own and not _learns(job.loss.name),
+            f"the loss {job.loss.name} learns nothing",
+        ),
+        "optimizer.gamma": (optimizer.schedule != "step", 'set optimizer.schedule = "step"'),
+        "optimizer.step_epochs": (optimizer.schedule != "step", 'set optimizer.schedule = "step"'),
+        "optimizer.decay_start": (
+            optimizer.schedule in ("constant", "step"),
+            'set optimizer.schedule = "linear" or "cosine"',
+        ),
+        "optimizer.warmup_epochs": (
+            model.frozen_trunk
+            or (optimizer.min_steps == 0 and optimizer.warmup_epochs >= optimizer.epochs),
+            f"the trunk would never be trained in {optimizer.epochs} epochs; lower it",
+        ),
+    }
+    return {name: cure for name, (is_dead, cure) in rules.items() if is_dead}
+
+
+def _learns(loss: str) -> bool:
+    from kinlens.training.losses.table import WITH_PROXIES  # imports torch, like the loss
+
+    return loss in (*WITH_PROXIES, "margin")
+
+
+def _value(job: Job, name: str) -> Any:
+    table, _, key = name.partition(".")
+    return getattr(getattr(job, table), key)
+
+
+def _is_default(job: Job, name: str) -> bool:
+    table, _, key = name.partition(".")
+    return bool(_value(job, name) == type(getattr(job, table)).model_fields[key].default)

@@ -4,7 +4,7 @@ import json
 import re
 import shlex
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -27,8 +27,6 @@ from kinlens.training.config.layers import JOBS
 from kinlens.training.folder import replace_text
 from kinlens.training.report.log import console, console_listener, note
 
-Tracker = Literal["mlflow", "wandb"]
-
 
 def fit(
     job: JobName,
@@ -39,7 +37,8 @@ def fit(
     allow_partial: AllowPartial = False,
     verbose: Verbose = False,
     track: Annotated[
-        list[Tracker] | None, typer.Option(help="Report figures to this tracker. Repeatable.")
+        list[str] | None,
+        typer.Option(help="Report figures to mlflow or wandb, if installed. Repeatable."),
     ] = None,
 ) -> None:
     """Train a job; write checkpoint, log, curves, result and report to a run folder.
@@ -59,6 +58,9 @@ def fit(
 
     settings = job_of(job, settings_of(overrides, allow_partial))
     settings.protocol.require_flag(choose_by_test)
+    if unknown := set(track or ()) - TRACKERS.keys():
+        raise JobError(f"--track {min(unknown)} is unknown; use {' or '.join(TRACKERS)}.")
+    trackers = [TRACKERS[name]() for name in track or () if is_main()]
     folder = out or Path("runs") / settings.name
     require_fresh_or_resumable(folder, resume)
     with process_group(settings.runtime.device):
@@ -69,7 +71,6 @@ def fit(
         note(f"{settings.name}: {summary(split)}")
         resume_it = f"Finished epochs are kept. Resume: --out {folder} --resume."
         with stoppable(resume_it), console_listener(verbose) as listener:
-            trackers = [TRACKERS[name]() for name in track or () if is_main()]
             followers = Callbacks([listener, *trackers])
             followers.started(settings)
             followers.finished(run_job(settings, split, folder, followers))

@@ -42,7 +42,7 @@ from kinlens.training.losses.triplet import MarginLoss, TripletLoss
 from kinlens.training.own import register
 from kinlens.training.regularizers.base import Regularizer
 from kinlens.training.regularizers.determinant import DeterminantRegularizer
-from kinlens.training.regularizers.flows import ConditionalGlow, RealNVP
+from kinlens.training.regularizers.flows import NICE, ConditionalGlow, RealNVP
 from kinlens.training.regularizers.graph_consistency import GraphConsistencyRegularizer
 from kinlens.training.regularizers.non_isotropy import NonIsotropyRegularizer
 from kinlens.training.regularizers.skewed_mean import SkewedMeanRegularizer
@@ -56,14 +56,14 @@ from kinlens.training.runner import require_fresh_or_resumable, run_job
 
 # fmt: off
 __all__ = [
-    "ArcFaceLoss", "BatchProxySeparationLoss", "BatchSampler", "BinomialDevianceLoss", "Callback",
-    "ConditionalGlow", "ContrastiveLoss", "DeterminantRegularizer", "GraphConsistencyRegularizer",
-    "Job", "LiftedStructureLoss", "MarginLoss", "MetricLoss", "MlflowCallback",
-    "MultiSimilarityLoss", "NPairLoss", "NonIsotropyRegularizer", "ProxyAnchorLoss", "ProxyLoss",
-    "ProxyNCALoss", "ProxySeparationLoss", "RealNVP", "Regularizer", "Result",
-    "SkewedMeanRegularizer", "SoftTripleLoss", "TripletLoss", "Triplets", "WandbCallback",
-    "batch_hard", "distance_weighted", "evaluate", "export", "fit", "hard_pairs", "load_job",
-    "semi_hard",
+    "NICE", "ArcFaceLoss", "BatchProxySeparationLoss", "BatchSampler", "BinomialDevianceLoss",
+    "Callback", "ConditionalGlow", "ContrastiveLoss", "DeterminantRegularizer",
+    "GraphConsistencyRegularizer", "Job", "LiftedStructureLoss", "MarginLoss", "MetricLoss",
+    "MlflowCallback", "MultiSimilarityLoss", "NPairLoss", "NonIsotropyRegularizer",
+    "ProxyAnchorLoss", "ProxyLoss", "ProxyNCALoss", "ProxySeparationLoss", "RealNVP",
+    "Regularizer", "Result", "SkewedMeanRegularizer", "SoftTripleLoss", "TripletLoss",
+    "Triplets", "WandbCallback", "batch_hard", "distance_weighted", "evaluate", "export", "fit",
+    "hard_pairs", "load_job", "semi_hard",
 ]
 # fmt: on
 

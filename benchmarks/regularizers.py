@@ -30,7 +30,7 @@ from harness import heading, options, row, shared_folder, skip
 from numpy.typing import NDArray
 from scipy import stats
 
-from kinlens.errors import KinlensError
+from kinlens.embedder.errors import KinlensError
 from kinlens.training import evaluate, fit, load_job
 from kinlens.training.data.load import load_split
 

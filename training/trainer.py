@@ -246,12 +246,15 @@ class _Training:
         last, every = run.epoch >= job.optimizer.epochs, job.runtime.eval_every_epochs
         if not last and (every == 0 or run.epoch % every):
             return row
+        others = job.protocol.choose_by != "last"  # an earlier epoch may be chosen
         if self.split.validation is not None:
             before = run.trunk_ranks.get(VALIDATION)
-            figures = evaluate(run.served, [self.split.validation], job, before=before)
+            parts = [self.split.validation]
+            figures = evaluate(run.served, parts, job, before=before, may_collapse=others)
             row |= {VALIDATION + name: value for name, value in figures.items()}
         if job.protocol.evaluate_test == "every":
-            row |= evaluate(run.served, self.split.tested, job, last, run.trunk_ranks.get(""))
+            before = run.trunk_ranks.get("")
+            row |= evaluate(run.served, self.split.tested, job, last, before, others)
         return row
 
     def _choose(self, row: Row) -> None:

@@ -26,7 +26,7 @@ def tables() -> Iterator[dict[str, str]]:
     """Every loss with every kind of mining that it has."""
     for name, loss in LOSSES.items():
         mining = inspect.signature(loss).parameters.get("mining")
-        kinds = get_args(mining.annotation) if mining else ()
+        kinds = get_args(mining.annotation.__origin__) if mining else ()  # of Annotated
         yield from [{"name": name, "mining": kind} for kind in kinds] or [{"name": name}]
 
 

@@ -8,6 +8,7 @@ which are carried over before the swap. If the draft has another model, the gall
 import contextlib
 import json
 import logging
+import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -41,7 +42,7 @@ from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.index.plan import ITEM_DISK_BYTES, IndexSettings, Plan, plan_index
 from kinlens.indexer.ingest.add import Ingest, UnlistedItems
 from kinlens.indexer.ingest.embed import EmbedSettings, Failure, faults_of, refuse_unreadable
-from kinlens.indexer.ingest.rebuild import LaterWrites, numbered
+from kinlens.indexer.ingest.rebuild import LaterWrites, numbered, numbers_of
 from kinlens.indexer.ingest.sources import Source, check_attributes
 from kinlens.indexer.types import Entry, GalleryExport, Ids, Progress, VectorType, checked_name
 from kinlens.values import AttributeValue
@@ -251,13 +252,15 @@ class _Carried(LaterWrites):
         self._given: list[str] | None = None  # the attributes that the source gives
         with contextlib.suppress(FileNotFoundError, ValueError):
             noted, _, keys = self._began.read_bytes().partition(b"\n")
-            *known, self._seq, self._last, self._given = json.loads(noted)
+            *known, seq, last, given = json.loads(noted)
             if known == self._build:
-                self._had = np.frombuffer(keys, np.int64)
-                return
-        with self._catalog.reading() as view:
-            self._seq, self._last = view.state().seq, view.last_given()
-        self._had = numbered(old)
+                self._seq, self._last, self._given = seq, last, given
+                whole = len(keys) // 8 * 8  # a kill may have cut the last one
+                self._had = np.unique(np.frombuffer(keys[:whole], np.int64))
+        if self._had is None:
+            with self._catalog.reading() as view:
+                self._seq, self._last = view.state().seq, view.last_given()
+            self._had = numbered(old)
         self._note()
 
     def _note(self) -> None:
@@ -289,6 +292,7 @@ class _Carried(LaterWrites):
     def _take(self, made: Gallery, ids: Ids, _: Progress | None) -> None:
         items, vectors = self.gallery.items_at(ids.tolist())
         new = [n for n, item in enumerate(items) if item.id > self._last]
+        self._know([items[n].key for n in new])
         self._add(made, as_entries([items[n] for n in new], vectors[new]))
         updated = {item.key: item.attributes for item in items if item.id <= self._last}
         kept = [*made.stored([*updated])]  # the source has no longer the others
@@ -300,6 +304,16 @@ class _Carried(LaterWrites):
                 for key, entry in zip(kept, made.entries(kept), strict=True)
             ],
         )
+
+    def _know(self, keys: Sequence[str]) -> None:
+        """Note that the old generation had these keys, before they are carried over."""
+        assert self._had is not None
+        more = np.setdiff1d(numbers_of(keys), self._had)
+        with self._began.open("ab") as file:
+            file.write(more.tobytes())
+            file.flush()
+            os.fsync(file.fileno())
+        self._had = np.union1d(self._had, more)
 
     def _add(self, made: Gallery, entries: list[Entry]) -> None:
         for precision in self.gallery.precision.split("+"):

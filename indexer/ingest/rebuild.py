@@ -251,8 +251,13 @@ def numbered(gallery: Gallery) -> Ids:
 def _parts(gallery: Gallery) -> Iterator[tuple[list[str], Ids]]:
     items = gallery.items()
     while keys := [item.key for item in islice(items, _CHUNK)]:
-        digests = (blake2b(composed(key).encode(), digest_size=8).digest() for key in keys)
-        yield keys, np.frombuffer(b"".join(digests), np.int64)
+        yield keys, numbers_of(keys)
+
+
+def numbers_of(keys: Sequence[str]) -> Ids:
+    """The number of each key (N,), as of `numbered`."""
+    digests = (blake2b(composed(key).encode(), digest_size=8).digest() for key in keys)
+    return np.frombuffer(b"".join(digests), np.int64)
 
 
 def _record(item: Item) -> Record:

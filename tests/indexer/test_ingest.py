@@ -508,9 +508,10 @@ def test_what_a_compaction_erases_meanwhile_does_not_come_back(
                 reached = left.pop(0)
                 if reached == "embedding":
                     old.update({composed: {"price": 5, "old": True}})
+                    old.add([replace(entries[0], key="added.png")])
                 if reached == moment:
                     old.update({composed: {"old": None}})
-                    old.remove(["hat/d.bmp", "cup/a.png"])
+                    old.remove(["hat/d.bmp", "cup/a.png", "added.png"])
                     old.compact()
                     old.add([replace(entries[0], key="cup/a.png", attributes={"back": True})])
                     if moment == "interruption":

@@ -179,9 +179,9 @@ def _rounded(figures: Mapping[str, float]) -> list[float]:
 
 def _at(alpha: float, out: Path, images: LabelledImages, job: Job) -> dict[str, float]:
     """The figures at a point between the start of a run and its last epoch."""
-    start, last = load_checkpoint(out / START), load_checkpoint(out)
-    net = last.network()[1].to(choose_device(job.runtime))
-    net.load_state_dict(between(start, last, alpha))
+    (_, start), (_, net) = (load_checkpoint(path).network() for path in (out / START, out))
+    net.load_state_dict(between(start.state_dict(), net.state_dict(), alpha))
+    net = net.to(choose_device(job.runtime))
     return retrieval(embed(net, images, job), images.labels).as_dict()
 
 

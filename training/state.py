@@ -78,7 +78,11 @@ class Run:
     began_with: str = UNTRAINED
     average: Average | None = None
     saved_at: float = -math.inf
+    sources: dict[str, str] = field(init=False)
     _model: tuple[bool, nn.Module] | None = None
+
+    def __post_init__(self) -> None:
+        self.sources = sources_of(self.job.as_dict())  # now: an edit during the run changes nothing
 
     @property
     def served(self) -> EmbeddingNet:
@@ -103,7 +107,7 @@ class Run:
             optimizer=self.optimizer.state_dict(),
             rng=torch.get_rng_state(),
             average=None if self.average is None else self.average.state_dict(),
-            sources=sources_of(self.job.as_dict()),
+            sources=self.sources,
             cuda_rng=torch.cuda.get_rng_state() if self.device.type == "cuda" else None,
             **{name: getattr(self, name) for name in _PROGRESS},
         )

@@ -1,7 +1,7 @@
 """A user's own loss, miner, sampler, regularizer, augmentation and backbone, by import path."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -9,7 +9,9 @@ from torch import Tensor, nn
 
 from kinlens.embedder.bundle import WEIGHTS
 from kinlens.embedder.errors import CheckpointError, EvaluationError, JobError
-from kinlens.training import Callback, evaluate, export, fit, load_job
+from kinlens.training import Callback, Regularizer, evaluate, export, fit, load_job
+from kinlens.training.commands.jobs import job_of
+from kinlens.training.own import register
 from tests.training.jobs import small_job
 
 ROOT = Path(__file__).parents[2]
@@ -117,8 +119,15 @@ def test_a_run_continues_with_the_source_that_it_began_with_alone(tmp_path: Path
     fit(job, out=run)
     again = fit(job, out=run, resume=True)
     assert again.best_epoch == 1
-    other = PARTS.replace("self.scale *", "2 * self.scale *")
-    (tmp_path / "parts.py").write_text(other)
+    file, other = tmp_path / "parts.py", PARTS.replace("self.scale *", "2 * self.scale *")
+
+    class Editing(Callback):
+        def step_done(self, parts: dict[str, float]) -> None:
+            file.write_text(other)
+
+    fit(job, out=tmp_path / "edited", callbacks=[Editing()])
+    with pytest.raises(CheckpointError, match=r"another source of .*parts.py:NormFace"):
+        fit(job, out=tmp_path / "edited", resume=True)
     with pytest.raises(CheckpointError, match=r"another source of .*parts.py:NormFace"):
         fit(job, out=run, resume=True)
     assert evaluate(run)["R@1"] == again.figures["R@1"]  # the loss is not of the model
@@ -148,6 +157,35 @@ def test_a_miner_of_the_user_selects_the_triplets(tmp_path: Path) -> None:
     labels = torch.arange(8) // 2
     by_path = TripletLoss(mining=f"{tmp_path}/parts.py:mined")(vectors, labels)
     assert torch.equal(by_path, TripletLoss(mining="semi_hard")(vectors, labels))
+
+
+class Bare(nn.Module):
+    """Has no constructor of its own."""
+
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        del labels
+        return embeddings.square().sum()
+
+
+class WithFlow(Regularizer):
+    needs: ClassVar = {"flow": ""}
+
+
+def test_what_an_own_part_may_ask_for(tmp_path: Path) -> None:
+    """A constructor is not needed; a flow is refused, since no term but ours is called with it."""
+    content = load_job(own_job(tmp_path)).as_dict()
+    assert load_job({**content, "loss": {"name": register(Bare)}}).loss.name.endswith(":Bare")
+    content["regularizers"] = {"own": {"mine": {"name": register(WithFlow)}}}
+    with pytest.raises(JobError, match="needs a flow"):
+        load_job(content)
+
+
+def test_an_override_may_idle_what_a_file_says_but_not_be_idle(tmp_path: Path) -> None:
+    file = tmp_path / "job.toml"
+    file.write_text('base = "shop"\n[optimizer]\ngamma = 0.9\nschedule = "step"\n')
+    assert job_of(file, ["optimizer.schedule=constant"]).optimizer.schedule == "constant"
+    with pytest.raises(JobError, match=r"optimizer\.gamma = 0\.8 has no effect here"):
+        job_of(file, ["optimizer.schedule=constant", "optimizer.gamma=0.8"])
 
 
 class Collapsing(nn.Module):

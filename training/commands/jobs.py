@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.errors import JobError
-from kinlens.training.config.dead import require_effect, written
+from kinlens.training.config.dead import idle, require_effect, written
 from kinlens.training.config.job import (
     Job,
     apply_override,
@@ -52,9 +52,11 @@ def settings_of(overrides: Sequence[str] | None, allow_partial: bool) -> list[st
 
 def job_of(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Job:
     """The job of a user, with absolute paths. Raises: JobError, also on dead settings."""
-    job = load_job(source, overrides)
-    given = {override.partition("=")[0].strip() for override in overrides}
-    require_effect(job, given | written(read_top(source)))
+    job, of_file = load_job(source, overrides), written(read_top(source))
+    with suppress(JobError):  # a file may need its overrides
+        # An override may idle settings of the file, such as the rate of a part that it turns off.
+        of_file &= idle(load_job(source) if overrides else job).keys()
+    require_effect(job, of_file | {override.partition("=")[0].strip() for override in overrides})
     return with_absolute_paths(job)
 
 

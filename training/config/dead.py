@@ -16,7 +16,7 @@ def require_effect(job: Job, given: Collection[str]) -> None:
 
     Raises: JobError naming what the first of them needs.
     """
-    for name, cure in _dead(job).items():
+    for name, cure in idle(job).items():
         if name in given and not _is_default(job, name):
             raise JobError(f"{name} = {_value(job, name)!r} has no effect here: {cure}.")
 
@@ -35,7 +35,7 @@ def written(content: Mapping[str, Any], prefix: str = "") -> set[str]:
     return found
 
 
-def _dead(job: Job) -> dict[str, str]:
+def idle(job: Job) -> dict[str, str]:
     """All settings that have no effect whatever their value, with what they need."""
     model, optimizer, kind = job.model, job.optimizer, job.sampling.kind
     no_mode = model.weights == "none" and model.backbone in BACKBONE_NAMES

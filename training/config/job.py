@@ -210,6 +210,8 @@ class Job(Section):
                 on_proxies[f"{key} without {without}" if without else key] = (
                     f"{key}.{without}" if without else ""
                 )
+            if "flow" in needs and isinstance(wanted[name], OwnRegularizer):
+                raise ValueError(f"{key} needs a flow, which only regularizers of Kinlens get")
             if "draws" in needs and self.sampling.kind != "paired":
                 raise ValueError(
                     f'{key} compares two draws of the same classes; set sampling.kind = "paired"'

@@ -10,6 +10,7 @@ from pydantic import Field, create_model, model_validator
 from kinlens.training.fields import Section
 
 T = TypeVar("T", bound=Section)
+_ANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def options_of(
@@ -31,7 +32,7 @@ def options_of(
             ),
         )
         for name, parameter in inspect.signature(kind).parameters.items()
-        if name not in given
+        if name not in given and parameter.kind not in _ANY
     }
     check: Callable[[Any], None] | None = getattr(kind, "check", None)
 

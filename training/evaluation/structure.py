@@ -59,7 +59,7 @@ def require_distinct(embeddings: Tensor) -> None:
     """
     rows = embeddings[:: max(len(embeddings) // _SOME, 1)].double()  # (M, D)
     count = len(rows)
-    if count < 2:
+    if count < 2 or not bool(rows.isfinite().all()):
         return
     gram = rows @ rows.T  # (M, M)
     shares = (torch.linalg.eigvalsh(gram) / gram.trace()).clamp(min=1e-12)

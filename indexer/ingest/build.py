@@ -309,6 +309,8 @@ class _Carried(LaterWrites):
         """Note that the old generation had these keys, before they are carried over."""
         assert self._had is not None
         more = np.setdiff1d(numbers_of(keys), self._had)
+        if not len(more):
+            return  # changed attributes alone need no write to the disk
         with self._began.open("ab") as file:
             file.write(more.tobytes())
             file.flush()

@@ -48,7 +48,7 @@ def own_part(path: str) -> Any:
 
 def register(part: Any) -> str:
     """The path of a class, function or module instance of this process, for a job."""
-    kind = part if inspect.isclass(part) or inspect.isfunction(part) else type(part)
+    kind = _kind_of(part)
     path = f"{kind.__module__}:{kind.__name__}"
     _parts[path] = part
     return path
@@ -100,15 +100,18 @@ def _module(name: str) -> ModuleType:
 
 
 def source_sha256(path: str) -> str:
-    part = own_part(path)
-    kind = part if inspect.isclass(part) or inspect.isfunction(part) else type(part)
     try:
-        file = inspect.getsourcefile(kind)
+        file = inspect.getsourcefile(_kind_of(own_part(path)))
     except TypeError:  # of an interactive session
         file = None
     if file is None or not Path(file).is_file():
         return ""
     return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+
+
+def _kind_of(part: Any) -> Any:
+    """The class of an instance; a class or function itself."""
+    return part if inspect.isclass(part) or inspect.isfunction(part) else type(part)
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -26,7 +26,7 @@ class Section(BaseModel):
 
 
 Share = Annotated[float, Field(gt=0, le=10)]
-"""Target norm of a regularizer's gradient relative to the loss's; its weight is calibrated."""
+"""Target norm of a regularizer's gradient relative to the loss's; its weight is scaled once."""
 
 
 class Flow(Section):

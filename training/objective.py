@@ -32,7 +32,7 @@ class Objective(nn.Module):
 
     .. math:: w L + c_d (\lambda_1 R_{g_1} - \lambda_2 R_{g_2}) + \sum_r c_r \lambda_r R_r
 
-    The scales c are 1 for fixed weights. For a regularizer with a `share` they are calibrated, see
+    The scales c are 1 for fixed weights. For a regularizer with a `share` they are measured, see
     `kinlens.training.regularizers.shares`.
 
     Under determinant regularization L is the mean over both branches; in a batch of two draws it is

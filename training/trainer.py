@@ -71,7 +71,6 @@ def fit(
     job = job.model_copy(update={"optimizer": job.optimizer.enough_epochs(len(order))})
     check_labels(torch.from_numpy(images.labels), images.classes)
     run = create_run(job, images.classes)
-    run.objective.shares.calibration_steps = len(order)
     run.net.check_sizes(job.input.size_px, job.input.preprocessing().crop_px)
     if resume:
         restore(run, split, folder / FILE)

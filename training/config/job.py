@@ -95,9 +95,8 @@ class Regularizers(Section):
     """The regularizers to add to the loss, one or several; a missing table turns one off.
 
     Weights (`lambda1`, `lambda2`, `weight`) are fixed, as in the papers. With `share`, for example
-    0.2, they are initial values: in the first epoch they are scaled, by at most 100 in either
-    direction, until the gradient of the regularizer is that fraction of the gradient of the loss.
-    Then they stay fixed.
+    0.2, they are initial values: after 50 steps they are scaled once, by at most 100 in either
+    direction, so that the gradient of the regularizer is that fraction of the gradient of the loss.
     """
 
     model_config = ConfigDict(defer_build=True)  # built with the first job, see Loss

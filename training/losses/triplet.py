@@ -4,7 +4,6 @@ from typing import Annotated, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from kinlens.training.fields import OR_OWN, NotNegative, Positive
 from kinlens.training.losses.base import MetricLoss
@@ -26,7 +25,7 @@ class TripletLoss(MetricLoss):
 
     Args:
         margin: lambda, between the cosines of a positive and a negative.
-        mining: the triplets: `all` of them, with memory B^2; for each positive the nearest negative
+        mining: the triplets: `all` of them, with memory B^3; for each positive the nearest negative
             farther than it (`semi_hard`) or a random one of any distance (`distance_weighted`); one
             per anchor, of its farthest positive and nearest negative (`hard`); or a function of
             your own by its import path, see `kinlens.training.losses.miners`.
@@ -47,9 +46,9 @@ class TripletLoss(MetricLoss):
         S = embeddings @ embeddings.T  # (B, B)
         if self.mining == "all":
             pairs = all_pairs(labels)
-            terms = _hinge_sums(S, pairs.negative, S - self.margin).where(pairs.positive, 0)
-            triplets = (pairs.positive.sum(dim=1) * pairs.negative.sum(dim=1)).sum()
-            return terms.sum() / triplets.clamp(min=1)
+            triplets = pairs.positive[:, :, None] & pairs.negative[:, None, :]  # (B, B, B)
+            terms = (S[:, None, :] - S[:, :, None] + self.margin).relu().where(triplets, 0)
+            return terms.sum() / triplets.sum().clamp(min=1)
         mined, negative = mine(self.mining, S, labels, embeddings.shape[1])
         terms = (S.gather(1, negative) - S + self.margin).relu().where(mined, 0)  # (B, B)
         return terms.sum() / mined.sum().clamp(min=1)
@@ -102,14 +101,3 @@ class MarginLoss(MetricLoss):
         push = (beta - to_negative + self.margin).relu().where(negative, 0)  # (B, B)
         active = (pull > 0).sum() + (push > 0).sum()
         return (pull.sum() + push.sum()) / active.clamp(min=1)
-
-
-def _hinge_sums(values: Tensor, mask: Tensor, thresholds: Tensor) -> Tensor:
-    """For each threshold t of a row, the sum of [v - t]_+ over its values v in the mask: (B, B)."""
-    # With a row's values in descending order, those above t are the first k of them, and their sum
-    # is the k-th partial sum less k t.
-    order = values.detach().masked_fill(~mask, -torch.inf).argsort(dim=1, descending=True)
-    falling = values.masked_fill(~mask, -torch.inf).gather(1, order).detach()
-    k = torch.searchsorted(-falling, -thresholds.detach())  # (B, B)
-    partial_sums = F.pad(values.where(mask, 0).gather(1, order).cumsum(dim=1), (1, 0))
-    return partial_sums.gather(1, k) - k * thresholds

@@ -8,7 +8,7 @@ from kinlens.training.config.job import Job
 from kinlens.training.data.records import Split
 from kinlens.training.evaluation.retrieval import GAIN, queries_in, with_interval
 from kinlens.training.folder import UNTRAINED, Result
-from kinlens.training.regularizers.shares import LEAST, WIDEST
+from kinlens.training.regularizers.shares import LEAST
 from kinlens.training.state import VALIDATION, Row
 
 CHOSEN_BY = {
@@ -43,51 +43,23 @@ def after_epoch(job: Job, history: Sequence[Row]) -> list[str]:
     *earlier, row = history
     notes = []
     for name, settings in job.regularizers.wanted().items():
-        if any(_faint(job, name, before) for before in earlier):
+        if any(_faint(job, name, before) for before in earlier) or not _faint(job, name, row):
             continue
-        if _faint(job, name, row):
-            cure = f"regularizers.{name}.share = 0.2, or raise {_WEIGHTS.get(name, 'weight')}"
-            if settings.share is not None:
-                cure = "a larger share"
-            notes.append(
-                f"epoch {row['epoch']:.0f}: the gradient of regularizers.{name} is "
-                f"{100 * row[f'share {name}']:.2g} % of the gradient of the loss, so it has almost "
-                f"no effect. Set {cure}."
-            )
-            continue
-        if _is_in_its_flow(name, row) and not any(_is_in_its_flow(name, r) for r in earlier):
-            notes.append(
-                f"epoch {row['epoch']:.0f}: regularizers.{name} changes flow 1, but hardly the "
-                f"layers before it: its gradient at the features is "
-                f"{100 * row[f'reach {name}']:.2g} % of the gradient of the loss."
-            )
-        ended = f"calibrates {name}" not in row
-        was_ended = any(f"calibrates {name}" not in before for before in earlier)
-        if ended and not was_ended and _at_a_bound(row.get(f"scale {name}", 1.0)):
-            notes.append(
-                f"regularizers.{name}: its weight ended at the bound of its calibration, "
-                f"{row[f'scale {name}']:g} times the given weight, with "
-                f"{100 * row[f'share {name}']:.2g} % of the gradient. Set another initial "
-                f"{_WEIGHTS.get(name, 'weight')}."
-            )
+        share = "" if settings.share else f"set regularizers.{name}.share = 0.2, or "
+        cure = f"{share}raise {_WEIGHTS.get(name, 'weight')}"
+        notes.append(
+            f"epoch {row['epoch']:.0f}: the gradient of regularizers.{name} is "
+            f"{100 * row[f'share {name}']:.2g} % of the gradient of the loss, so it has almost no "
+            f"effect. {cure[0].upper()}{cure[1:]}."
+        )
     return notes
 
 
-def _at_a_bound(scale: float) -> bool:
-    return min(abs(scale - WIDEST), abs(scale * WIDEST - 1) * WIDEST) < 1e-6 * WIDEST
-
-
 def _faint(job: Job, name: str, row: Row) -> bool:
-    """Whether a regularizer had almost no effect in an epoch after the epochs that fit its flow."""
-    fitted = getattr(job.regularizers.wanted()[name], "fit_epochs", 0)
-    is_final = f"calibrates {name}" not in row
-    return is_final and row["epoch"] > fitted and row.get(f"share {name}", LEAST) < LEAST
-
-
-def _is_in_its_flow(name: str, row: Row) -> bool:
-    """Whether hardly any of its gradient passes the flow, as is normal in the first epoch."""
-    is_final = row["epoch"] > 1 and f"calibrates {name}" not in row
-    return is_final and row.get(f"reach {name}", LEAST) < LEAST
+    """Whether a regularizer had almost no effect, once its flow is fitted and its share begun."""
+    settings = job.regularizers.wanted()[name]
+    waits = getattr(settings, "fit_epochs", 0) + (settings.share is not None)
+    return row["epoch"] > waits and row.get(f"share {name}", LEAST) < LEAST
 
 
 def did_it_help(split: Split, result: Result) -> list[str]:

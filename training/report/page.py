@@ -164,14 +164,13 @@ def _regularizers(job: Job, history: Rows) -> list[str]:
         values = settings.model_dump(mode="json", exclude_none=True)
         words = ", ".join(f"{key} = {value}" for key, value in values.items())
         lines.append(f"- {name}: {words}")
-        shares = [100 * row[f"share {name}"] for row in history if f"share {name}" in row]
-        if shares:
+        measured = [row for row in history if f"share {name}" in row]
+        if measured:
+            first, end = (100 * row[f"share {name}"] for row in (measured[0], measured[-1]))
             lines.append(
-                f"  - its gradient relative to the loss's: {shares[0]:.2g} % in the first epoch, "
-                f"{shares[-1]:.2g} % in the last epoch; weight x {last[f'scale {name}']:.3g}"
+                f"  - its gradient relative to the loss's: {first:.2g} % in the first epoch, "
+                f"{end:.2g} % in the last epoch; weight x {measured[-1][f'scale {name}']:.3g}"
             )
-        if (reach := last.get(f"reach {name}")) is not None:
-            lines.append(f"  - its gradient at the features: {100 * reach:.2g} % of the loss's")
     if "r_first" in last:
         lines.append(
             "  - the flows: R began at log 2 = 0.693 in both; at the end it is "

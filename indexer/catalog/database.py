@@ -5,11 +5,13 @@ vectors in a separate file. Each reader sees one state and never waits; writers 
 import contextlib
 import os
 import sqlite3
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
+from kinlens.embedder.durable import crash_point
 from kinlens.embedder.errors import GalleryCorruptError, GalleryError, GalleryWriteError
 from kinlens.embedder.types import ItemId
 from kinlens.indexer.catalog.earlier import convert, define_views
@@ -45,6 +47,7 @@ _MAX_FREE = 0.1  # share of unused pages above which a large file is vacuumed
 _MAX_ATTEMPTS = 8  # to open vectors that a compaction may delete before they are opened
 _UNWRITABLE = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
 _LOG_INDEX_BYTES = 32 * 1024
+_ERASED_ROWS = 4096  # rows of removed items deleted in one transaction
 _CHECKPOINT_S = 1.0  # how long a write waits for searches to end before it truncates a long log
 
 
@@ -222,6 +225,24 @@ class Catalog:
             if not (self._writable or self._closed):
                 self._file = view.file  # keep it open; not in a writer, which may be idle for long
         return row
+
+    def erase(self, kept: tuple[float, float] = (0.0, 0.0)) -> None:
+        """Erase the items that were removed up to the write of the segment, in batches between
+        which other writers have their turn. A later call continues one that was interrupted.
+
+        kept: items removed after the first and until the second of these Unix times stay
+            restorable.
+
+        Raises: the errors of `writing`.
+        """
+        with self.reading() as view:
+            ids = view.erasable(kept)
+        for start in range(0, len(ids), _ERASED_ROWS):
+            began = time.perf_counter()
+            with self.writing() as writer:
+                writer.erase(ids[start : start + _ERASED_ROWS])
+            crash_point("erase: after a batch")
+            time.sleep(time.perf_counter() - began)  # a writer looks for its turn now and then
 
     def shrink(self) -> None:
         """Vacuum the file: unused pages still contain removed items, or vectors of an old version.

@@ -250,6 +250,8 @@ class CatalogView:
         Omits keys that another item has by now.
         """
         items = self._items(self._all(_RESTORABLE, _json_keys(keys)))
+        left = {*self._with_vectors(np.array([item.id for item in items], np.int64)).tolist()}
+        items = [item for item in items if item.id in left]
         return items, self.vectors([item.id for item in items])
 
     def removed_ids(self, kept: tuple[float, float] = (-math.inf, math.inf)) -> Ids:
@@ -258,7 +260,20 @@ class CatalogView:
         kept: only items removed after the first and until the second of these Unix times.
         """
         rows = self._all("SELECT id FROM removed WHERE at > ? AND at <= ?", *kept)
-        return np.sort(np.array([item_id for (item_id,) in rows], np.int64))
+        return self._with_vectors(np.sort(np.array([item_id for (item_id,) in rows], np.int64)))
+
+    def erasable(self, kept: tuple[float, float]) -> Ids:
+        """The ids of the removed items that the segment does not contain, ascending.
+
+        kept: as for `removed_ids`, which stay.
+        """
+        end = (self.state().segment_seq, _MAX_ID)
+        removed = self._ids("removed", ("seq", "id"), (-1, -1), end)
+        return np.setdiff1d(removed, self.removed_ids(kept), assume_unique=True)
+
+    def _with_vectors(self, ids: Ids) -> Ids:
+        """The given items without those whose vector was erased, while their rows are not yet."""
+        return ids if self.file is None else ids[self.file.row_ids.rows_of(ids) >= 0]
 
     def removed_keys(self, seq: int) -> list[str]:
         """The keys of items removed after the write `seq` that no item has now, except those that
@@ -268,7 +283,8 @@ class CatalogView:
 
     def has_removed(self) -> bool:
         """Whether any removed item can be restored."""
-        return bool(self._all("SELECT 1 FROM removed WHERE at >= 0 LIMIT 1"))
+        last = self._all("SELECT id FROM removed WHERE at >= 0 ORDER BY at DESC, id DESC LIMIT 1")
+        return len(self._with_vectors(np.array(last, np.int64).reshape(-1))) > 0
 
     def removed_contents(self, sha256s: Sequence[str]) -> set[str]:
         """The given contents that belong to a removed item that can be restored."""

@@ -38,8 +38,8 @@ VERSION = f"PRAGMA user_version = {SCHEMA_VERSION};"
 # state.vectors       name of the file of vectors; the table `vectors` has their checksums
 # names.total         unused
 #
-# `adopt_segment` deletes the rows of removed items. Searches know them until then: they are in the
-# index.
+# After a compaction, `Catalog.erase` deletes the rows of removed items. Searches know them until
+# then: they are in the index.
 TABLES = """
 CREATE TABLE state (
     only INTEGER PRIMARY KEY CHECK (only = 1),

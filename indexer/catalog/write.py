@@ -45,10 +45,9 @@ _UPDATE_ITEM = """
 UPDATE items SET path = ?, format = ?, attributes = ?, changed_seq = ?, crc = ? WHERE id = ?
 """
 _REMOVE = "UPDATE items SET removed_seq = ?, removed_at = ? WHERE id = ?"
-_ERASED = "removed_seq <= ? AND (removed_at IS NULL OR NOT (removed_at > ? AND removed_at <= ?))"
 _ERASE = (
-    f"DELETE FROM vectors WHERE id IN (SELECT id FROM items WHERE {_ERASED})",  # noqa: S608
-    f"DELETE FROM items WHERE {_ERASED}",  # noqa: S608 (a constant)
+    "DELETE FROM vectors WHERE id IN (SELECT value FROM json_each(?))",
+    "DELETE FROM items WHERE id IN (SELECT value FROM json_each(?))",
 )
 _SET_STATE = """
 UPDATE state SET seq = ?, size = ?, segment = ?, segment_seq = ?, dim = ?, numbers = ?, names = ?,
@@ -242,20 +241,12 @@ class CatalogWriter(CatalogView):
         self.connection.execute(_FORGET_UNUSED)
         self._seal(has_new_names=True)
 
-    def adopt_segment(
-        self,
-        name: str | None,
-        seq: int,
-        kept: tuple[float, float] = (0.0, 0.0),
-        file: VectorFile | None = None,
-    ) -> None:
+    def adopt_segment(self, name: str | None, seq: int, file: VectorFile | None = None) -> None:
         """Switch to the segment `name`, which contains the items of the write `seq`.
 
-        This is not counted as a write. Items removed up to then are erased.
+        This is not counted as a write. `Catalog.erase` can erase the items removed up to then.
 
         name: None if there were no items.
-        kept: items removed after the first and until the second of these Unix times stay
-            restorable.
         file: a new file of vectors with the items of that state, and those of `removed_ids`; None
             to keep the current one.
 
@@ -270,11 +261,14 @@ class CatalogWriter(CatalogView):
         if file is not None:
             self._move_vectors(file)
         self._row = self._row._replace(segment=name, segment_seq=seq)
+        self._seal()
+
+    def erase(self, ids: Ids) -> None:
+        """Delete the rows of some of the items `erasable` (N,). This is not counted as a write."""
         self.connection.execute("PRAGMA secure_delete = ON")  # overwrite freed pages, too
         for statement in _ERASE:
-            self.connection.execute(statement, (seq, *kept))
+            self.connection.execute(statement, (str(ids.tolist()),))
         self.connection.execute("PRAGMA secure_delete = FAST")
-        self._seal()
 
     def _insert(self, entries: Sequence[Entry], vectors: Embeddings) -> None:
         seq = self._next_seq()

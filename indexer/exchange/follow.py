@@ -223,9 +223,10 @@ class Follower:
                     copies = read_copies(folder, read_manifest(folder))
                     if copies is not None:
                         _complete(writer, file or writer.file, copies)
-                writer.adopt_segment(snapshot.segment, snapshot.segment_seq, file=file)
+                writer.adopt_segment(snapshot.segment, snapshot.segment_seq, file)
                 crash_point("follow: before adoption")
             crash_point("follow: after adoption")
+            catalog.erase()
 
     def _write_vectors(self, stage: Path, catalog: Catalog, snapshot: PublishedSnapshot) -> None:
         """Write a vector file with the rows of the snapshot. Those of removed items are zero, and

@@ -54,7 +54,13 @@ class Copies:
     @classmethod
     def from_array(cls, pairs: Ids, size: int) -> "Copies":
         """The copies from an array (2, C): the first row of the same content, and each row."""
-        firsts, rows = pairs[:, np.lexsort(pairs[::-1])]
+        firsts, rows = pairs
+        # Those of a file are in order, and sorting millions of them takes seconds.
+        is_later = (firsts[1:] > firsts[:-1]) | (
+            (firsts[1:] == firsts[:-1]) & (rows[1:] > rows[:-1])
+        )
+        if not is_later.all():
+            firsts, rows = pairs[:, np.lexsort(pairs[::-1])]
         return cls(rows, np.flatnonzero(np.diff(firsts, prepend=-1)), size)
 
     def to_array(self) -> Ids:

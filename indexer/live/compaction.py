@@ -240,8 +240,9 @@ class _Compaction:
                 rename(stage, segments / name, "segment")
             crash_point("adopt: before commit")
             with catalog.writing() as writer:
-                writer.adopt_segment(name, state.seq, self._kept, file)
+                writer.adopt_segment(name, state.seq, file)
             crash_point("adopt: after commit")
+            catalog.erase(self._kept)
         return name, manifest
 
     def _write(

@@ -6,6 +6,8 @@ import time
 import pytest
 
 from kinlens.embedder.errors import InvalidParameterError, ItemNotFoundError
+from kinlens.indexer.catalog import database
+from kinlens.indexer.catalog.database import catalog_view
 from kinlens.indexer.checks.verify import check_files
 from kinlens.indexer.filters.text import parse_filter
 from kinlens.indexer.galleries import stored_contents
@@ -84,6 +86,37 @@ def test_a_compaction_erases_the_removed_items_that_it_has_seen(stocked) -> None
     assert checked(stocked).keys() == {f"k{n}" for n in range(60)} - {"k1", "k2"}
 
 
+def test_writers_take_turns_with_an_erasure_and_the_next_compaction_continues_one_that_died(
+    stocked, monkeypatch
+) -> None:
+    monkeypatch.setattr(database, "_ERASED_ROWS", 7)
+    keys, added = [f"k{n}" for n in range(10, 40)], []
+    stocked.remove(keys)
+
+    def die_in_the_third_batch(point: str) -> None:
+        if point == "erase: after a batch":
+            n = 60 + len(added)
+            added.append(f"k{n}")
+            stocked.add([entry(f"k{n}", VECTORS[0], {"n": n, "even": n % 2 == 0})])
+            if len(added) == 3:
+                raise KeyboardInterrupt
+
+    with faults(die_in_the_third_batch), pytest.raises(KeyboardInterrupt):
+        stocked.compact()
+    again = Gallery.open(stocked.path)
+    check_files(again.path)
+    left = {f"k{n}" for n in range(60)} - set(keys)
+    assert checked(again).keys() == checked(stocked).keys() == left | set(added)
+    assert (again.restore(keys), again.has_removed()) == ([], False)  # their vectors were erased
+    again.remove(added[:1])
+    assert len(again.restore(added[:1])) == 1
+    again.compact(keep_removed_s=KEEP_REMOVED_S)
+    assert checked(again).keys() == left | set(added)
+    again.close()
+    with catalog_view(stocked.generation_folder / "catalog.sqlite") as view:
+        assert not len(view.removed_since(-1))  # no row of a removed item is left
+
+
 def test_an_automatic_compaction_leaves_a_day_to_undo(stocked, monkeypatch) -> None:
     keys = [f"k{n}" for n in range(30)]  # of the forty in the segment
     segment = stocked.facts().segment
@@ -96,7 +129,8 @@ def test_an_automatic_compaction_leaves_a_day_to_undo(stocked, monkeypatch) -> N
     later = time.time() + KEEP_REMOVED_S + 1
     monkeypatch.setattr(time, "time", lambda: later)
     stocked.remove(keys[1:])
-    until(lambda: not stocked.needs_compaction())
+    first = [entry("k0", VECTORS[0]).sha256]
+    until(lambda: not stored_contents(stocked.path, first))
     assert len(stocked.restore(keys)) == 29
     assert not stocked.has_removed()
 

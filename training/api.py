@@ -15,6 +15,7 @@ from kinlens.training.commands.evaluate import figures_of
 from kinlens.training.commands.export import export_run
 from kinlens.training.commands.jobs import job_of, load_images, shop_of
 from kinlens.training.config.job import Job, load_job, with_absolute_paths
+from kinlens.training.config.layers import read_layers
 from kinlens.training.data.samplers import BatchSampler
 from kinlens.training.folder import Result
 from kinlens.training.losses.base import MetricLoss, ProxyLoss
@@ -39,7 +40,7 @@ from kinlens.training.losses.proxy_anchor import (
 )
 from kinlens.training.losses.softmax import ArcFaceLoss, ProxyNCALoss, SoftTripleLoss
 from kinlens.training.losses.triplet import MarginLoss, TripletLoss
-from kinlens.training.own import register
+from kinlens.training.own import forget_files, register
 from kinlens.training.regularizers.base import Regularizer
 from kinlens.training.regularizers.determinant import DeterminantRegularizer
 from kinlens.training.regularizers.flows import NICE, ConditionalGlow, RealNVP
@@ -102,15 +103,20 @@ def fit(
         TrainingError: a loss that is not finite, or a folder that cannot be written.
         EvaluationError: all embeddings are equal.
     """
-    wanted = job if isinstance(job, Job) else job_of(job)
-    content = wanted.as_dict()
+    forget_files()
+    of_images: dict[str, Any] = {}
     if images is not None:
         root, _, table = shop_of(Path(images))
-        kept = {
-            k: content["data"][k] for k in ("train_fraction", "split_seed") if k in content["data"]
-        }
-        of_kind = {"kind": "csv", "file": table} if table else {"kind": "folder"}
-        content["data"] = {**kept, **of_kind, "root": str(root)}
+        of_images = {"kind": "folder", "root": str(root)}
+        if table:
+            of_images |= {"kind": "csv", "file": table}
+        if not isinstance(job, Job) and "data" not in read_layers(job)[0]:
+            job = {**(job if isinstance(job, Mapping) else {"base": str(job)}), "data": of_images}
+    wanted = job if isinstance(job, Job) else job_of(job)
+    content = wanted.as_dict()
+    if of_images:
+        kept = content["data"].keys() & {"train_fraction", "split_seed"}
+        content["data"] = {name: content["data"][name] for name in kept} | of_images
     if loss is not None:
         content["loss"] = {"name": register(loss)}
     wanted = with_absolute_paths(load_job(content))
@@ -139,6 +145,7 @@ def evaluate(
         EvaluationError: all embeddings are equal.
         CheckpointError, BundleError, DatasetError: what is read is missing or damaged.
     """
+    forget_files()
     data = None if images is None else Path(images)
     return figures_of(Path(source), data=data, full=full)[0]
 
@@ -162,6 +169,7 @@ def export(
         EvaluationError: all embeddings are equal.
         BundleError: `out` exists.
     """
+    forget_files()
     return export_run(
         Path(run), Path(out), precisions=("fp32", *precisions), keep_weights=keep_weights
     )

@@ -20,6 +20,8 @@ from kinlens.embedder.errors import CheckpointError, JobError
 
 OWN_PATH = r"^[^:]+:[A-Za-z_]\w*$"
 _NOT_OWN = "timm:"
+_ALIAS = "kinlens_own_"
+_PLAIN = (bool, int, float, str, tuple, type(None))
 _TABLES = ("loss", "regularizers", "sampling", "input")
 
 _parts: dict[str, Any] = {}
@@ -54,6 +56,14 @@ def register(part: Any) -> str:
     return path
 
 
+def forget_files() -> None:
+    """Import files again at their next use: a notebook may have edited them since the last run."""
+    for path in [path for path in _parts if path.rpartition(":")[0].endswith(".py")]:
+        del _parts[path]
+    for name in [name for name in sys.modules if name.startswith(_ALIAS)]:
+        del sys.modules[name]
+
+
 def own_paths(content: Mapping[str, Any]) -> list[str]:
     """The paths of all own parts of a job as plain data, sorted."""
     found = {content["model"]["backbone"], *_texts([content[table] for table in _TABLES])}
@@ -70,8 +80,8 @@ def require_sources(known: Mapping[str, str], found: Mapping[str, str], run: str
     changed = [path for path in known.keys() & found.keys() if known[path] != found[path]]
     if changed:
         raise CheckpointError(
-            f"{run} was trained with another source of {', '.join(sorted(changed))}. Restore the "
-            "file, or start a new run."
+            f"{run} was trained with another source of {', '.join(sorted(changed))}, or with other "
+            "options of it. Restore them, or start a new run."
         )
 
 
@@ -84,7 +94,7 @@ def absolute_path(path: str) -> str:
 def _module(name: str) -> ModuleType:
     if not name.endswith(".py"):
         return importlib.import_module(name)
-    alias = f"kinlens_own_{hashlib.sha256(name.encode()).hexdigest()[:16]}"
+    alias = f"{_ALIAS}{hashlib.sha256(name.encode()).hexdigest()[:16]}"
     if alias not in sys.modules:
         spec = importlib.util.spec_from_file_location(alias, name)
         assert spec is not None
@@ -100,13 +110,31 @@ def _module(name: str) -> ModuleType:
 
 
 def source_sha256(path: str) -> str:
+    """Of the source file of an own part and, if the part is a module made by the user, its options.
+
+    "" if neither is known, as for a class of an interactive session.
+    """
+    part = own_part(path)
     try:
-        file = inspect.getsourcefile(_kind_of(own_part(path)))
+        file = inspect.getsourcefile(_kind_of(part))
     except TypeError:  # of an interactive session
         file = None
-    if file is None or not Path(file).is_file():
-        return ""
-    return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    source = b"" if file is None or not Path(file).is_file() else Path(file).read_bytes()
+    options = _options(part)
+    return hashlib.sha256(source + options).hexdigest() if source or options else ""
+
+
+def _options(part: Any) -> bytes:
+    """The plain attributes of a module made by the user, such as its margin; b"" of a class."""
+    if inspect.isclass(part) or not hasattr(part, "named_modules"):
+        return b""
+    found = [
+        (module, name, value)
+        for module, one in part.named_modules()
+        for name, value in sorted(vars(one).items())
+        if isinstance(value, _PLAIN) and name != "training" and not name.startswith("_")
+    ]
+    return repr(found).encode()
 
 
 def _kind_of(part: Any) -> Any:

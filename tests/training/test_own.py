@@ -133,6 +133,35 @@ def test_a_run_continues_with_the_source_that_it_began_with_alone(tmp_path: Path
     assert evaluate(run)["R@1"] == again.figures["R@1"]  # the loss is not of the model
 
 
+class Margin(nn.Module):
+    def __init__(self, margin: float) -> None:
+        super().__init__()
+        self.margin = margin
+
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        return (embeddings[labels == labels[0]] - self.margin).square().sum()
+
+
+def test_a_run_continues_with_the_options_of_its_loss_alone(tmp_path: Path) -> None:
+    job, run = own_job(tmp_path), tmp_path / "run"
+    fit(job, out=run, loss=Margin(0.5))
+    fit(job, out=run, loss=Margin(0.5), resume=True)
+    with pytest.raises(CheckpointError, match=r":Margin, or with other options"):
+        fit(job, out=run, loss=Margin(0.6), resume=True)
+
+
+def test_the_next_run_imports_an_edited_file_and_takes_other_images(tmp_path: Path) -> None:
+    job = own_job(tmp_path)
+    fit(job, out=tmp_path / "first")
+    (tmp_path / "parts.py").write_text(PARTS.replace("class Spread", "class Other"))
+    with pytest.raises(JobError, match="Spread cannot be imported"):
+        fit(job, out=tmp_path / "second")
+    del job["regularizers"]
+    products = job.pop("data")["root"]  # rendered by the first run
+    result = fit(job, products, out=tmp_path / "third")
+    assert result.job["data"]["root"] == products
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

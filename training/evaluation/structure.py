@@ -66,8 +66,9 @@ def require_distinct(embeddings: Tensor) -> None:
     rank = float((-shares * shares.log()).sum().exp())
     if rank < _LEAST_RANK:
         cosine = float((gram.sum() - gram.trace()) / (count * (count - 1)))
+        what = "are equal" if cosine > 0.5 else "lie on one line"  # two opposite ones
         raise EvaluationError(
-            f"All embeddings are equal (mean pairwise cosine {cosine:.6f}, effective rank "
+            f"All embeddings {what} (mean pairwise cosine {cosine:.6f}, effective rank "
             f"{rank:.4f}): the model has collapsed, and its answers are arbitrary. Train again "
             "with lower learning rates, or smaller weights of the regularizers."
         )

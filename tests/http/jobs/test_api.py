@@ -157,10 +157,12 @@ def test_a_service_that_cannot_train_reports_why(shop, command, reason, monkeypa
 
 OVERRIDES: dict[str, Any] = {
     "data.root": "/etc",
-    "model.backbone": "../x",
+    "input.augment": "/tmp/parts.py:grey",
     "optimizer": 1,
     "input.size_px": [1, "a\nb"],
     "optimizer.epochs=1 --set data.root": 1,
+    "loss.name": "os:system",
+    "model.backbone": "timm:os:system",
 }
 
 

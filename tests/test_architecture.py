@@ -161,7 +161,7 @@ SERVING = ("fastapi", "uvicorn", "faiss", "onnxruntime", "redis", "torch")
         ("kinlens.service", (*TRAINING, "redis")),
         ("kinlens.client", ("starlette", "numpy", "typer", *SERVING)),
         ("kinlens.values", ("numpy", "pydantic", "httpx")),
-        ("kinlens.training.__main__", (*TRAINING, "scipy", "pandas")),
+        ("kinlens.training.__main__", (*TRAINING, "numpy", "pydantic", "scipy", "pandas")),
         ("kinlens.training.runner", (*TRAINING[1:], "scipy", "pandas", "sklearn")),
         ("kinlens.service.commands.without_service", ("onnxruntime", *SERVING)),
         ("kinlens.service.jobs", ("fastapi", "torch")),

@@ -1,5 +1,7 @@
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -122,6 +124,35 @@ def test_our_errors_are_one_line_and_exit_code_1(
     message = capsys.readouterr().err
     assert "error: No job 'no-such-job'" in message
     assert "Traceback" not in message
+
+
+@pytest.mark.parametrize(
+    ("words", "status"),
+    [
+        ("--help", 0),
+        ("fit --help", 0),
+        ("adpt", 2),
+        ("fit --resumee", 2),
+        ("fit no-such-job", 1),
+        ("new --data no-such-folder", 1),
+        ("adapt --data no-such-folder --out bundle", 1),
+        ("evaluate no-such-run", 1),
+        ("export no-such-run", 1),
+    ],
+)
+def test_help_and_mistakes_answer_without_loading_torch(words: str, status: int) -> None:
+    code = (
+        "import atexit, sys\n"
+        "from kinlens.training.__main__ import main\n"
+        "heavy = 'torch', 'torchvision', 'pandas', 'sklearn', 'scipy', 'onnxruntime'\n"
+        "atexit.register(lambda: print('loaded', [x for x in heavy if x in sys.modules]))\n"
+        "main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words.split()], capture_output=True, text=True
+    )
+    assert done.returncode == status, done.stderr
+    assert done.stdout.endswith("loaded []\n")
 
 
 def test_export_wants_a_run_or_a_backbone() -> None:

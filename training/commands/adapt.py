@@ -6,13 +6,11 @@ import shlex
 import shutil
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kinlens.embedder.bundle import MANIFEST, SEEN
 from kinlens.embedder.errors import CheckpointError, JobError
-from kinlens.embedder.manifest import BundleManifest
 from kinlens.embedder.sources.tables import PRODUCT
 from kinlens.training.commands.export import Precisions, WithMap, describe, precisions_of
 from kinlens.training.commands.jobs import (
@@ -23,14 +21,14 @@ from kinlens.training.commands.jobs import (
     stoppable,
     summary,
 )
-from kinlens.training.config.job import Job, expand_path, load_job, with_absolute_paths
-from kinlens.training.data.records import Split, content_digest, read_rows
-from kinlens.training.folder import LOCK
 from kinlens.training.report.log import console_listener, note
 
+if TYPE_CHECKING:
+    from kinlens.embedder.manifest import BundleManifest
+    from kinlens.training.config.job import Job
+    from kinlens.training.data.records import Split
+
 _STAMP = "adapt.json"
-_EARLY_FILES = (_STAMP, SEEN, LOCK)
-"""What a run writes before it trains."""
 
 
 def adapt(
@@ -67,14 +65,18 @@ def adapt(
       --backbone timm:vit_base_patch32_siglip_256.v2_webli \\
       --set input.size_px=256 --set input.resize_px=288 --set input.test_px=256
     """
+    precisions = precisions_of(precision)
+    root, name, table = shop_of(data)
+    # Imported after the folder is found, as torch takes seconds.
+    from kinlens.embedder.bundle import MANIFEST
     from kinlens.training.bundles.bundle import export_checkpoint, make_room
     from kinlens.training.checkpoint import load_chosen
+    from kinlens.training.config.job import expand_path, load_job, with_absolute_paths
+    from kinlens.training.data.records import content_digest, read_rows
     from kinlens.training.folder import settings
     from kinlens.training.runner import seen_in
 
     make_room(out)
-    precisions = precisions_of(precision)
-    root, name, table = shop_of(data)
     content = [f'name="{name}"', f"model.backbone={backbone}", f"model.weights={weights}"]
     if table:
         file = json.dumps(table)
@@ -126,13 +128,15 @@ def adapt(
     note(f"Next: {shlex.join(words)}")
 
 
-def _train(job: Job, split: Split, folder: Path, digest: str, verbose: bool) -> None:
+def _train(job: "Job", split: "Split", folder: Path, digest: str, verbose: bool) -> None:
     """Train in the run folder of this `digest`, unless it is finished. Raises: KinlensError."""
-    from kinlens.training.folder import finished_result, stamp
+    from kinlens.embedder.bundle import SEEN
+    from kinlens.training.folder import LOCK, finished_result, stamp
     from kinlens.training.runner import run_job
 
+    early = (_STAMP, SEEN, LOCK)  # what a run writes before it trains
     is_new = not folder.exists()
-    files = [path for path in (folder / name for name in _EARLY_FILES) if not path.exists()]
+    files = [path for path in (folder / name for name in early) if not path.exists()]
     try:
         stamp(folder, _STAMP, {"digest": digest})
     except (JobError, CheckpointError) as error:
@@ -157,7 +161,7 @@ def _train(job: Job, split: Split, folder: Path, digest: str, verbose: bool) -> 
         raise
 
 
-def _outcome(manifest: BundleManifest) -> str:
+def _outcome(manifest: "BundleManifest") -> str:
     """How often the right product is found first, in the words of a shop."""
     if manifest.baseline is None or not manifest.recall:
         return "The network is used as it is: there are too few products to learn from and test on."

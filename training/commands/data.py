@@ -8,8 +8,6 @@ from typing import Annotated
 import typer
 
 from kinlens.training.commands.jobs import AllowPartial, section
-from kinlens.training.config.settings import RenderedData
-from kinlens.training.rendered.catalogue import write_catalogue
 from kinlens.training.report.log import progress_bar
 
 app = typer.Typer(
@@ -31,6 +29,9 @@ def render(
 
     Example: kinlens-train data render /tmp/shop --products 90
     """
+    from kinlens.training.config.settings import RenderedData
+    from kinlens.training.rendered.catalogue import write_catalogue
+
     numbers = {"products": products, "views": views, "size_px": size_px, "seed": seed}
     catalogue = section(RenderedData, kind="rendered", root=str(out), **numbers)
     with progress_bar() as bar:

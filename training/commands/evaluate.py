@@ -2,27 +2,31 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from kinlens.embedder.bundle import MANIFEST
 from kinlens.embedder.errors import DatasetError, JobError
-from kinlens.embedder.manifest import AskedEngine, AskedPrecision, Preprocessing
-from kinlens.embedder.seen import Seen
-from kinlens.training.commands.jobs import Overrides, load_images, shop_of, with_settings
-from kinlens.training.config.job import Job, parse_job
-from kinlens.training.config.settings import Runtime
-from kinlens.training.data.records import LabelledImages, labelled
-from kinlens.training.folder import replace_json
+from kinlens.training.commands.jobs import (
+    Overrides,
+    load_images,
+    require_run,
+    shop_of,
+    with_settings,
+)
 from kinlens.training.report.log import note, progress_bar
 
-Model = tuple[Any, Preprocessing, Job | None, str | None, Seen | None]
-"""A network as a function of images, its input; if known, its job, the digest of its split, and
-what it was trained on."""
+if TYPE_CHECKING:
+    from kinlens.embedder.manifest import Preprocessing
+    from kinlens.embedder.seen import Seen
+    from kinlens.training.config.job import Job
+    from kinlens.training.data.records import LabelledImages
+
+    Model = tuple[Any, Preprocessing, Job | None, str | None, Seen | None]
+    """A network as a function of images, its input; if known, its job, the digest of its split, and
+    what it was trained on."""
 
 
 def evaluate(
@@ -34,9 +38,11 @@ def evaluate(
     ] = None,
     full: Annotated[bool, typer.Option(help="Also NMI, F1 and structure measures.")] = False,
     precision: Annotated[
-        AskedPrecision, typer.Option(help="For a bundle: precision of the model.")
+        str, typer.Option(help="For a bundle: fp32, bf16, int8, fp16, or auto to choose.")
     ] = "fp32",
-    engine: Annotated[AskedEngine, typer.Option(help="For a bundle: inference engine.")] = "auto",
+    engine: Annotated[
+        str, typer.Option(help="For a bundle: onnxruntime, openvino, or auto to choose.")
+    ] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Recall@K and MAP@R of a run or bundle, on the test images of its job or on other images.
@@ -49,8 +55,16 @@ def evaluate(
 
     kinlens-train evaluate bundles/shop --precision bf16
     """
+    require_run(source)
+    from kinlens.embedder.manifest import AskedEngine, AskedPrecision
     from kinlens.training.evaluation.retrieval import with_interval
 
+    for name, value, kind in (
+        ("precision", precision, AskedPrecision),
+        ("engine", engine, AskedEngine),
+    ):
+        if value not in get_args(kind):
+            raise typer.BadParameter(f"--{name} {value} is not one of {', '.join(get_args(kind))}")
     figures, queries = figures_of(source, overrides, data, full, precision, engine)
     if as_json:
         typer.echo(json.dumps(figures))
@@ -65,12 +79,14 @@ def figures_of(
     overrides: Sequence[str] | None = None,
     data: Path | None = None,
     full: bool = False,
-    precision: AskedPrecision = "fp32",
-    engine: AskedEngine = "auto",
+    precision: str = "fp32",
+    engine: str = "auto",
 ) -> tuple[dict[str, float], int]:
     """The figures of a run or bundle, as of the command `evaluate`, and the number of queries."""
     import torch
 
+    from kinlens.embedder.bundle import MANIFEST
+    from kinlens.training.config.settings import Runtime
     from kinlens.training.evaluation.evaluate import embed_with, evaluate_embeddings, searched
     from kinlens.training.evaluation.retrieval import queries_in
     from kinlens.training.evaluation.structure import require_distinct
@@ -143,6 +159,9 @@ def report(
 
     kinlens-train report losses.json runs/losses/runs/*/*/*/seed-* --by loss.name
     """
+    from dataclasses import asdict
+
+    from kinlens.training.folder import replace_json
     from kinlens.training.report import tables
 
     known = tables.read_study(study)
@@ -160,10 +179,11 @@ def report(
         tables.replace_block(page, study.stem, lines)
 
 
-def _of_bundle(source: Path, precision: AskedPrecision, engine: AskedEngine) -> Model:
+def _of_bundle(source: Path, precision: str, engine: str) -> "Model":
     from kinlens.embedder.bundle import Bundle
     from kinlens.embedder.engines.models import SessionSettings
     from kinlens.embedder.session import OnnxEmbedder
+    from kinlens.training.config.job import parse_job
 
     bundle = Bundle.open(source)
     manifest = bundle.manifest
@@ -174,8 +194,9 @@ def _of_bundle(source: Path, precision: AskedPrecision, engine: AskedEngine) -> 
     return opened.embed, manifest.preprocessing, job, manifest.split_sha256, bundle.seen()
 
 
-def _of_run(source: Path) -> Model:
+def _of_run(source: Path) -> "Model":
     from kinlens.training.checkpoint import load_chosen
+    from kinlens.training.config.settings import Runtime
     from kinlens.training.device import choose_device
     from kinlens.training.models.embedding import torch_embed
     from kinlens.training.runner import seen_in
@@ -186,10 +207,11 @@ def _of_run(source: Path) -> Model:
     return embed, job.input.preprocessing(), job, checkpoint.split_sha256, seen_in(source)
 
 
-def _images(data: Path) -> LabelledImages:
+def _images(data: Path) -> "LabelledImages":
     from kinlens.training.config.settings import MAX_DAMAGED
     from kinlens.training.data.damage import without_damaged
     from kinlens.training.data.load import read_folder, read_table
+    from kinlens.training.data.records import labelled
 
     root, _, table = shop_of(data)
     given = f"--data {data}"
@@ -206,7 +228,7 @@ def _images(data: Path) -> LabelledImages:
     return images
 
 
-def _warn_of_seen(images: LabelledImages, seen: Seen | None, *, is_own: bool) -> None:
+def _warn_of_seen(images: "LabelledImages", seen: "Seen | None", *, is_own: bool) -> None:
     """Figures on classes that a model was trained on are not comparable with those of others."""
     if seen is None:
         if not is_own:

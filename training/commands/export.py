@@ -3,16 +3,22 @@
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, cast, get_args
+from typing import TYPE_CHECKING, Annotated, cast, get_args
 
 import typer
 
-from kinlens.embedder.bundle import Bundle
-from kinlens.embedder.manifest import OtherPrecision, Precision
-from kinlens.training.commands.jobs import Overrides, load_images, section, with_settings
-from kinlens.training.config.job import parse_job
-from kinlens.training.config.settings import Input, Model
+from kinlens.training.commands.jobs import (
+    Overrides,
+    load_images,
+    require_run,
+    section,
+    with_settings,
+)
 from kinlens.training.report.log import note, progress_bar
+
+if TYPE_CHECKING:
+    from kinlens.embedder.bundle import Bundle
+    from kinlens.embedder.manifest import Precision
 
 Precisions = Annotated[
     list[str] | None,
@@ -61,14 +67,15 @@ def export(
 
     Example: kinlens-train export runs/cars --out bundles/cars --precision int8
     """
-    from kinlens.training.bundles.bundle import export_backbone
-
     if trunk and run is None:
         raise typer.BadParameter("--trunk needs a run; give its folder")
     if (run is None) == (backbone is None):
         raise typer.BadParameter("give either a run folder or --backbone NAME")
     precisions = precisions_of(precision)
     if backbone is not None:
+        from kinlens.training.bundles.bundle import export_backbone
+        from kinlens.training.config.settings import Input, Model
+
         if len(set(precisions)) > 1:
             raise typer.BadParameter(
                 "--precision compares with fp32 on images, which --backbone lacks; give a run"
@@ -87,15 +94,17 @@ def export_run(
     run: Path,
     out: Path,
     overrides: Sequence[str] | None = None,
-    precisions: Sequence[Precision] = ("fp32",),
+    precisions: Sequence["Precision"] = ("fp32",),
     skip_refused: bool = False,
     trunk: bool = False,
     with_map: bool = False,
     keep_weights: bool = False,
-) -> Bundle:
+) -> "Bundle":
     """The bundle of a run in the new folder `out`. Raises: ExportError, BundleError."""
+    require_run(run)
     from kinlens.training.bundles.bundle import export_checkpoint, images_to_embed
     from kinlens.training.checkpoint import load_chosen
+    from kinlens.training.config.job import parse_job
     from kinlens.training.runner import seen_in
 
     checkpoint = load_chosen(run)
@@ -119,15 +128,17 @@ def export_run(
         )
 
 
-def precisions_of(given: list[str] | None) -> tuple[Precision, ...]:
+def precisions_of(given: list[str] | None) -> tuple["Precision", ...]:
+    from kinlens.embedder.manifest import OtherPrecision
+
     unknown = set(given or ()) - set(get_args(OtherPrecision))
     if unknown:
         known = ", ".join(get_args(OtherPrecision))
         raise typer.BadParameter(f"--precision {min(unknown)} is not one of {known}")
-    return cast(tuple[Precision, ...], ("fp32", *(given or ())))
+    return cast(tuple["Precision", ...], ("fp32", *(given or ())))
 
 
-def describe(bundle: Bundle) -> None:
+def describe(bundle: "Bundle") -> None:
     from kinlens.training.evaluation.retrieval import with_interval
 
     manifest = bundle.manifest

@@ -22,9 +22,7 @@ from kinlens.training.commands.jobs import (
     stoppable,
     summary,
 )
-from kinlens.training.config.job import load_job
 from kinlens.training.config.layers import JOBS
-from kinlens.training.folder import replace_text
 from kinlens.training.report.log import console, console_listener, note
 
 
@@ -51,13 +49,14 @@ def fit(
 
     torchrun --nproc-per-node=4 --no-python kinlens-train fit cub-proxy-anchor
     """
+    settings = job_of(job, settings_of(overrides, allow_partial))
+    settings.protocol.require_flag(choose_by_test)
+    # Imported after the job is read, as torch takes seconds.
     from kinlens.training.checkpoint import FILE, load_checkpoint
     from kinlens.training.distributed import is_main, main_first, process_group
     from kinlens.training.report.callbacks import TRACKERS, Callbacks
     from kinlens.training.runner import require_fresh_or_resumable, run_job
 
-    settings = job_of(job, settings_of(overrides, allow_partial))
-    settings.protocol.require_flag(choose_by_test)
     if unknown := set(track or ()) - TRACKERS.keys():
         raise JobError(f"--track {min(unknown)} is unknown; use {' or '.join(TRACKERS)}.")
     trackers = [TRACKERS[name]() for name in track or () if is_main()]
@@ -90,11 +89,13 @@ def new(
 
     Example: kinlens-train new --data /my/shop --out shop.toml && kinlens-train fit shop.toml
     """
-    from kinlens.training.data.samplers import BatchSampler
-
     if out.exists():
         raise JobError(f"{out} exists already. Delete it, or give another --out.")
     root, name, table = shop_of(data)
+    from kinlens.training.config.job import load_job
+    from kinlens.training.data.samplers import BatchSampler
+    from kinlens.training.folder import replace_text
+
     weights = str(Path(weights).resolve()) if Path(weights).exists() else weights
     text = (JOBS / "shop.toml").read_text(encoding="utf-8")
     for key, value in {"name": name, "root": str(root), "weights": weights}.items():

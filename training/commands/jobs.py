@@ -1,29 +1,24 @@
-"""Shared code of the commands: options, and loading of jobs and their images."""
+"""Shared code of the commands: options, and loading of jobs and their images.
+
+The modules of the commands import neither torch, numpy nor pydantic: all of them are loaded for
+each help text and each typing error.
+"""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from pydantic import ValidationError
 
-from kinlens.embedder.bundle import Bundle
-from kinlens.embedder.errors import JobError
-from kinlens.training.config.dead import idle, require_effect, written
-from kinlens.training.config.job import (
-    Job,
-    apply_override,
-    explain,
-    load_job,
-    parse_job,
-    with_absolute_paths,
-)
+from kinlens.embedder.errors import CheckpointError, JobError
 from kinlens.training.config.layers import known_jobs, read_top
-from kinlens.training.config.settings import RenderedData
-from kinlens.training.data.records import Split
 from kinlens.training.report.log import note, progress_bar
+
+if TYPE_CHECKING:
+    from kinlens.training.config.job import Job
+    from kinlens.training.data.records import Split
 
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 
@@ -50,8 +45,11 @@ def settings_of(overrides: Sequence[str] | None, allow_partial: bool) -> list[st
     return [*(overrides or ()), *(["data.allow_partial=true"] if allow_partial else [])]
 
 
-def job_of(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Job:
+def job_of(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> "Job":
     """The job of a user, with absolute paths. Raises: JobError, also on dead settings."""
+    from kinlens.training.config.dead import idle, require_effect, written
+    from kinlens.training.config.job import load_job, with_absolute_paths
+
     job, of_file = load_job(source, overrides), written(read_top(source))
     with suppress(JobError):  # a file may need its overrides
         # An override may idle settings of the file, such as the rate of a part that it turns off.
@@ -84,8 +82,18 @@ def shop_of(data: Path) -> tuple[Path, str, str]:
     return root, _NOT_IN_NAMES.sub("-", root.name).strip("-._") or "shop", table
 
 
-def with_settings(job: Job, overrides: Sequence[str] | None, allowed: tuple[str, ...]) -> Job:
+def require_run(folder: Path) -> None:
+    """Raises: CheckpointError, without the seconds that reading a run takes."""
+    if not folder.exists():
+        raise CheckpointError(
+            f"There is no run: {folder} does not exist. Give the folder of a run."
+        )
+
+
+def with_settings(job: "Job", overrides: Sequence[str] | None, allowed: tuple[str, ...]) -> "Job":
     """`job` with the overrides that a trained model allows, without feedback. Raises: JobError."""
+    from kinlens.training.config.job import apply_override, parse_job
+
     content = job.as_dict()
     content["data"]["feedback"] = []
     for override in overrides or ():
@@ -98,12 +106,14 @@ def with_settings(job: Job, overrides: Sequence[str] | None, allowed: tuple[str,
     return parse_job(content)
 
 
-def load_images(job: Job, hold_out: bool = True, expected: str = "") -> Split:
+def load_images(job: "Job", hold_out: bool = True, expected: str = "") -> "Split":
     """The images of a job, with a line for each remark. Raises: DatasetError.
 
     `expected` is the sha256 of the split of an existing run, otherwise that of the bundle that the
     job continues. If only the rule of version 0.1 gives this split, the classes are split by it.
     """
+    from kinlens.embedder.bundle import Bundle
+    from kinlens.training.config.settings import RenderedData
     from kinlens.training.data.feedback import sentences
     from kinlens.training.data.load import load_split, remarks
     from kinlens.training.data.protocol import with_protocol
@@ -112,7 +122,7 @@ def load_images(job: Job, hold_out: bool = True, expected: str = "") -> Split:
     if not expected and (bundle := bundle_of(job.model.weights)):
         expected = Bundle.open(bundle).manifest.split_sha256 or ""
 
-    def loaded(by_name: bool, on_image: Callable[[], None] | None = None) -> Split:
+    def loaded(by_name: bool, on_image: Callable[[], None] | None = None) -> "Split":
         split = load_split(job.data, on_image, by_name)
         return with_protocol(split, job.protocol) if hold_out else split
 
@@ -141,6 +151,10 @@ def stoppable(how_to_resume: str) -> Iterator[None]:
 
 def section(kind: type[Any], /, **values: Any) -> Any:
     """A table of a job from command line options. Raises: JobError."""
+    from pydantic import ValidationError
+
+    from kinlens.training.config.job import explain
+
     try:
         return kind(**values)
     except ValidationError as error:
@@ -148,7 +162,7 @@ def section(kind: type[Any], /, **values: Any) -> Any:
         raise JobError(" ".join(explain(fault, given) for fault in error.errors())) from error
 
 
-def summary(split: Split) -> str:
+def summary(split: "Split") -> str:
     return "; ".join(
         f"{name} {len(images):,} images of {images.classes:,} classes"
         for name, images in split.parts.items()

@@ -14,7 +14,6 @@ from kinlens.training.commands.jobs import (
     settings_of,
     stoppable,
 )
-from kinlens.training.config.job import load_job, with_absolute_paths
 from kinlens.training.report.log import console_listener, note
 
 _RESUME = "Call again with the same --out to resume."
@@ -32,6 +31,7 @@ def crossval(
 
     Example: kinlens-train crossval cars196-half --folds 10 --out runs/cars-crossval
     """
+    from kinlens.training.config.job import load_job, with_absolute_paths
     from kinlens.training.studies.crossval import cross_validate, scores
 
     settings = with_absolute_paths(load_job(job, settings_of(overrides, allow_partial)))
@@ -64,6 +64,7 @@ def search(
 
     Example: kinlens-train search cars196-half --space space.toml --trials 50 --epochs 10
     """
+    from kinlens.training.config.job import load_job, with_absolute_paths
     from kinlens.training.studies import search as study
 
     settings = with_absolute_paths(load_job(job, settings_of(overrides, allow_partial)))

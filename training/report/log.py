@@ -20,7 +20,6 @@ from rich.progress import (
 )
 
 from kinlens.embedder.errors import JobError
-from kinlens.training.folder import replace_text
 
 console = Console(stderr=True, highlight=False)
 
@@ -37,6 +36,8 @@ class RunLog:
     """
 
     def __init__(self, folder: Path, tensorboard: bool = False, step: int = 0) -> None:
+        from kinlens.training.folder import replace_text  # loads all settings of a job
+
         path = folder / "log.jsonl"
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
         whole = [line for line in lines if line.endswith("\n")]

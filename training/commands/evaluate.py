@@ -56,15 +56,8 @@ def evaluate(
     kinlens-train evaluate bundles/shop --precision bf16
     """
     require_run(source)
-    from kinlens.embedder.manifest import AskedEngine, AskedPrecision
     from kinlens.training.evaluation.retrieval import with_interval
 
-    for name, value, kind in (
-        ("precision", precision, AskedPrecision),
-        ("engine", engine, AskedEngine),
-    ):
-        if value not in get_args(kind):
-            raise typer.BadParameter(f"--{name} {value} is not one of {', '.join(get_args(kind))}")
     figures, queries = figures_of(source, overrides, data, full, precision, engine)
     if as_json:
         typer.echo(json.dumps(figures))
@@ -182,13 +175,18 @@ def report(
 def _of_bundle(source: Path, precision: str, engine: str) -> "Model":
     from kinlens.embedder.bundle import Bundle
     from kinlens.embedder.engines.models import SessionSettings
+    from kinlens.embedder.manifest import AskedEngine, AskedPrecision
     from kinlens.embedder.session import OnnxEmbedder
     from kinlens.training.config.job import parse_job
 
+    asked: dict[str, Any] = {"precision": precision, "engine": engine}
+    for kind, (name, value) in zip((AskedPrecision, AskedEngine), asked.items(), strict=True):
+        if value not in get_args(kind):
+            raise JobError(f"--{name} {value} is not one of {', '.join(get_args(kind))}.")
     bundle = Bundle.open(source)
     manifest = bundle.manifest
     job = parse_job(manifest.job) if manifest.job else None
-    opened = OnnxEmbedder.open(bundle, SessionSettings(precision=precision, engine=engine))
+    opened = OnnxEmbedder.open(bundle, SessionSettings(**asked))
     if precision != "fp32" or engine != "auto":
         note(f"in {opened.mode}: {opened.precision_reason}")
     return opened.embed, manifest.preprocessing, job, manifest.split_sha256, bundle.seen()

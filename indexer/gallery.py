@@ -113,6 +113,7 @@ class Gallery(GalleryWriter):
         device: str = "cpu",
         verify_hashes: bool | None = None,
         load_index: bool = True,
+        check_vectors: bool = True,
     ) -> "Gallery":
         """Open the current generation of the gallery in folder `path`.
 
@@ -124,6 +125,7 @@ class Gallery(GalleryWriter):
         verify_hashes: check the hashes of the segment. None checks small files only, since hashing
             large files takes longer than opening them.
         load_index: if False, the index is opened by the first search.
+        check_vectors: if False, the caller calls `check_vectors` later, which may take a second.
 
         Raises: GalleryNotFoundError, GalleryCorruptError, BundleMismatchError.
         """
@@ -134,7 +136,8 @@ class Gallery(GalleryWriter):
             )
             if load_index:
                 gallery._load()
-                gallery._check_vectors(verify_hashes)
+                if check_vectors:
+                    gallery.check_vectors(verify_hashes)
             return gallery
         except OSError as error:
             raise GalleryCorruptError(
@@ -216,7 +219,7 @@ class Gallery(GalleryWriter):
         with self._snapshots.reading():
             return
 
-    def _check_vectors(self, verify_hashes: bool | None) -> None:
+    def check_vectors(self, verify_hashes: bool | None = None) -> None:
         """Verify the checksums of the vectors, unless that would take too long.
 
         A damaged vector is only logged, so that all others can be searched.

@@ -24,6 +24,7 @@ def main() -> None:
 
     if not _LIGHT & {*sys.argv[1:2]}:
         from kinlens.service.commands import program  # noqa: F401  it adds the other commands
+    gc.freeze()  # nor does any later search look at them
     gc.enable()
     without_service.app()
 

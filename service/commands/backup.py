@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kinlens.embedder.errors import KinlensError, StateMissingError
 from kinlens.indexer.types import Progress as OnProgress
@@ -90,6 +88,9 @@ def _hidden(state: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _progress(total: int | None, label: str) -> Iterator[OnProgress]:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
     columns = (TextColumn(label), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task(label, total=total)

@@ -5,8 +5,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from kinlens.embedder.errors import InvalidParameterError
 from kinlens.service.access.audit import AuditLog, Change
@@ -47,15 +45,15 @@ def show(state: options.State = None) -> None:
 
     Exits with 1 if there is no feedback.
     """
-    table = Table("Gallery", *map(str.capitalize, ACTIONS), "Pairs", box=None, pad_edge=False)
+    rows = []
     with _store(state) as store:
         for name in store.galleries():
             counts = store.counts(name)
             shown = [*(counts[action] for action in ACTIONS), len(store.pairs(name))]
-            table.add_row(name, *(f"{count:,}" for count in shown))
-    if not table.row_count:
+            rows.append((name, *(f"{count:,}" for count in shown)))
+    if not rows:
         options.refuse("There is no feedback yet.")
-    Console().print(table)
+    options.print_table(("Gallery", *map(str.capitalize, ACTIONS), "Pairs"), rows)
 
 
 @app.command()

@@ -8,9 +8,6 @@ from typing import Annotated
 
 import typer
 from pydantic import ValidationError
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from kinlens.embedder.errors import StateMissingError
 from kinlens.service.access.audit import AuditLog, Change
@@ -96,10 +93,7 @@ def list_keys(state: options.State = None) -> None:
     if not keys:
         options.refuse(f"There are no keys in {folder}. Create one with kinlens-serve keys create.")
     columns = ("Name", "Scopes", "State", "Made", "Ends", "Galleries", "Filter", "Limits")
-    table = Table(*columns, box=None, pad_edge=False)
-    for key in keys:
-        table.add_row(*map(Text, _row(key, now)))
-    Console().print(table)
+    options.print_table(columns, [_row(key, now) for key in keys])
 
 
 @app.command()
@@ -149,13 +143,13 @@ def audit(
             typer.echo(entry.model_dump_json(exclude_none=True))
         return
     columns = ("Time", "By", "From", "Action", "Gallery", "Target", "Count", "Status")
-    table = Table(*columns, box=None, pad_edge=False)
+    rows = []
     for one in entries:
         time = one.time.isoformat(timespec="seconds")
         count = "-" if one.affected is None else f"{one.affected:,}"
         texts = (one.by, one.client, one.action, one.gallery, one.target, count, str(one.status))
-        table.add_row(time, *(Text(text or "-") for text in texts))
-    Console().print(table)
+        rows.append((time, *(text or "-" for text in texts)))
+    options.print_table(columns, rows)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 import contextlib
 import inspect
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -110,6 +110,18 @@ def faults(error: ValidationError) -> str:
         visible = {name: value for name, value in each.items() if name not in hidden}
         texts.append(fault_text(visible, path_of(each["loc"]) or "settings"))
     return " ".join(texts)
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table without lines."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(*columns, box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    Console().print(table)
 
 
 def refuse(message: str) -> NoReturn:

@@ -199,7 +199,8 @@ class Locations:
 def open_gallery(
     location: GalleryLocation, settings: Settings, on_call: OnCall = unobserved
 ) -> Opened:
-    """Open the current generation of a gallery; `on_call` is called for each request to Milvus.
+    """Open the current generation of a gallery, whose vectors are not checked yet; `on_call` is
+    called for each request to Milvus.
 
     Raises: GalleryError.
     """
@@ -207,7 +208,10 @@ def open_gallery(
         return location.given
     if location.path is not None:
         return IndexedGallery.open(
-            location.path, image_root=location.image_root, device=settings.searched_on()
+            location.path,
+            image_root=location.image_root,
+            device=settings.searched_on(),
+            check_vectors=False,
         )
     token = settings.milvus_token
     return open_remote(

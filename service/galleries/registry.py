@@ -120,6 +120,7 @@ class Served:
         self.is_remote = isinstance(gallery, MilvusStore)
         self.calibrated: Calibrated | str = "No search yet"  # the calibration of the last search
         self.calibrator = Calibrator(gallery) if isinstance(gallery, IndexedGallery) else None
+        self.is_checked = False  # whether its vectors fit their checksums; each misfit is logged
         self.is_to_examine = self.calibrator is not None  # whether its calibration is outdated
         self.examine_at = 0.0  # not before this time, by the clock of `time.monotonic`
         self._shared = location.uploads
@@ -538,7 +539,7 @@ class Registry:
                 self._begin_if_changed(location, stamp)
                 if has_changed:
                     self._refresh(location.name)
-                self._calibrate(location.name, has_changed)
+                self._examine(location.name, has_changed)
         except Exception as error:
             # The boundary of the task: a disk that fails now may work at the next look.
             structlog.get_logger().error("galleries cannot be read", exc_info=error)
@@ -642,8 +643,10 @@ class Registry:
             refreshing = self._openers.submit(served.whole.refresh, subject=name)
             refreshing.add_done_callback(lambda _: served.release())
 
-    def _calibrate(self, name: str, has_changed: bool) -> None:
-        """Calibrate a gallery again if it has changed enough; one gallery at a time."""
+    def _examine(self, name: str, has_changed: bool) -> None:
+        """Check the vectors of a new gallery, and calibrate it again if it has changed enough; one
+        gallery at a time.
+        """
         served = self._served.get(name)
         if served is None or served.calibrator is None:
             return
@@ -651,7 +654,7 @@ class Registry:
         is_time = time.monotonic() >= served.examine_at
         if served.is_to_examine and is_time and served.acquire():
             served.is_to_examine, served.examine_at = False, math.inf
-            work = partial(_calibrate, served, self._refuse_if_stopped)
+            work = partial(_examine, served, self._refuse_if_stopped)
             self._calibrators.submit(work, subject=name).add_done_callback(
                 lambda _: served.release()
             )
@@ -781,17 +784,23 @@ def _begin_compaction(gallery: Opened, location: GalleryLocation) -> None:
             gallery.compact_in_background()
 
 
-def _calibrate(served: Served, on_progress: Callable[[int], None]) -> None:
-    """Examine the calibration of a gallery. A failure is reported; the next change repeats it."""
+def _examine(served: Served, on_progress: Callable[[int], None]) -> None:
+    """Examine the vectors and the calibration of a gallery. A failure is reported; the next change
+    repeats it.
+    """
     assert served.calibrator is not None
+    assert isinstance(served.whole, IndexedGallery)
     begun, fitted = time.monotonic(), False
     try:
+        if not served.is_checked:
+            served.whole.check_vectors()
+            served.is_checked = True
         fitted = served.calibrator.fit_if_outdated(on_progress)
     except GalleryBusyError:
         pass  # the service is stopping
     except Exception as error:
         # The boundary of the thread: searches go on with the last calibration.
-        structlog.get_logger().warning("calibration failed", gallery=served.name, exc_info=error)
+        structlog.get_logger().warning("examination failed", gallery=served.name, exc_info=error)
     ended = time.monotonic()
     # A fit needs many changes, but each change may need a sample of the items.
     served.examine_at = ended if fitted else ended + _PAUSE * (ended - begun)

@@ -117,10 +117,9 @@ def _share_the_interpreter() -> None:
     """Reduce the effect of one request on others, in a process that only serves.
 
     Threads release the GIL after 0.5 ms instead of 5 ms, so a long parse delays other requests
-    less. Imported objects are frozen, which halves the time of a full garbage collection.
+    less. The objects of the start are frozen, which halves the time of a full garbage collection.
     """
     sys.setswitchinterval(_SWITCH_S)
-    gc.collect()
     gc.freeze()
 
 

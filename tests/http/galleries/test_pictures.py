@@ -3,6 +3,7 @@
 import http.client
 import io
 import json
+import sqlite3
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -21,6 +22,7 @@ from kinlens.indexer.ingest.sources import folder_source
 from kinlens.quality.calibrator import Calibrator
 from tests.support.servers import Running, workers_of
 from tests.support.shops import PROBLEM, assert_problem, make_gallery, start_shop
+from tests.support.waiting import until
 from tests.tiny import encoded, photo
 
 SECRET = b"secret-outside-of-the-catalogue"
@@ -177,6 +179,17 @@ def test_a_damaged_catalogue_is_503_and_not_ready(tmp_path, data, closes) -> Non
     assert ready.status_code == 503
     assert ready.json()["checks"]["gallery shop"] == "failed with GalleryCorruptError"
     assert shop.client.get("/live").status_code == 200
+
+
+def test_a_damaged_vector_is_logged_and_the_gallery_served(tmp_path, data, closes, caplog) -> None:
+    make_gallery(tmp_path / "galleries" / "shop", "k")
+    (catalog,) = (tmp_path / "galleries" / "shop").glob("versions/*/catalog.sqlite")
+    with closing(sqlite3.connect(catalog)) as connection:
+        connection.execute("UPDATE vectors SET crc = crc + 1 WHERE id = 2")
+        connection.commit()
+    shop = closes(start_shop(tmp_path))
+    until(lambda: "the vector of item 2 does not fit its checksum" in caplog.text)
+    assert shop.search(data[0]).status_code == 200
 
 
 def test_each_size_of_an_image_has_its_own_etag(shop) -> None:

@@ -14,7 +14,6 @@ import json
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
@@ -27,7 +26,6 @@ from kinlens.embedder.manifest import (
     FP32,
     BundleManifest,
     Engine,
-    FilePrecision,
     GoldenHashes,
     Mode,
     OtherPrecision,
@@ -46,14 +44,6 @@ WEIGHTS = "weights.safetensors"
 GOLDEN = "golden"
 _INPUTS = "inputs.npy"
 _VECTORS = "vectors.npy"
-
-
-@dataclass(frozen=True, slots=True)
-class VariantFiles:
-    """An ONNX file in another precision, and its vectors of the golden images."""
-
-    model: Path
-    golden_vectors: Embeddings
 
 
 class Bundle:
@@ -107,7 +97,7 @@ class Bundle:
                 f"{', '.join(self.precisions)}. Choose one of these, or export it again with "
                 f"--precision {precision}."
             )
-        return self.path / _model_name(precision)
+        return self.path / model_name(precision)
 
     def modes(self) -> list[Mode]:
         """The modes that the export compared with fp32; fp32 in onnxruntime is first."""
@@ -172,7 +162,7 @@ class Bundle:
         if manifest.seen_sha256 is not None:
             expected[SEEN] = manifest.seen_sha256
         for precision, variant in manifest.variants.items():
-            expected[_model_name(precision)] = variant.sha256
+            expected[model_name(precision)] = variant.sha256
         for mode in self.modes():
             if _vectors_name(mode) not in manifest.golden.files:
                 raise BundleCorruptError(
@@ -199,21 +189,18 @@ def write_bundle(
     golden_images: Sequence[bytes],
     golden_inputs: Images,
     golden_vectors: Embeddings,
-    variants: Mapping[FilePrecision, VariantFiles] | None = None,
-    map_model: Path | None = None,
+    files: Mapping[str, Path] | None = None,
     modes: Mapping[Mode, Embeddings] | None = None,
     seen: Seen | None = None,
-    weights: Path | None = None,
 ) -> Bundle:
     """Write a bundle atomically to the new folder `out`.
 
     Args:
         manifest: without hashes and id, which are filled in here.
-        variants: the files of the precisions in `manifest.variants`.
-        map_model: the ONNX file of the map, if `manifest.map` is set.
-        modes: the golden vectors of the modes in `manifest.modes`.
+        files: further files by name: those of `manifest.variants` (`model_name`), MAP if
+            `manifest.map` is set, and WEIGHTS.
+        modes: the golden vectors of the modes in `manifest.variants` and `manifest.modes`.
         seen: what the model was trained on.
-        weights: the weights of the network as training has them.
 
     Raises: BundleError if `out` exists.
     """
@@ -228,17 +215,10 @@ def write_bundle(
             (golden / f"{number:03d}.img").write_bytes(data)
         np.save(golden / _INPUTS, golden_inputs)
         np.save(golden / _VECTORS, golden_vectors)
-        shutil.copyfile(model, stage / MODEL)
-        for precision, files in (variants or {}).items():
-            mode = Mode("onnxruntime", precision)
-            np.save(golden / _vectors_name(mode), files.golden_vectors)
-            shutil.copyfile(files.model, stage / _model_name(precision))
+        for name, file in {MODEL: model, **(files or {})}.items():
+            shutil.copyfile(file, stage / name)
         for mode, vectors in (modes or {}).items():
             np.save(golden / _vectors_name(mode), vectors)
-        if map_model is not None:
-            shutil.copyfile(map_model, stage / MAP)
-        if weights is not None:
-            shutil.copyfile(weights, stage / WEIGHTS)
         if seen is not None:
             np.save(stage / SEEN, seen.hashes)
         page = _stamped(manifest, stage).model_dump(mode="json")
@@ -257,7 +237,7 @@ def _stamped(manifest: BundleManifest, stage: Path) -> BundleManifest:
     """The manifest with its id and the hashes of the files in `stage`."""
     golden = {p.name: sha256_of(p) for p in sorted((stage / GOLDEN).iterdir())}
     variants = {
-        precision: variant.model_copy(update={"sha256": sha256_of(stage / _model_name(precision))})
+        precision: variant.model_copy(update={"sha256": sha256_of(stage / model_name(precision))})
         for precision, variant in manifest.variants.items()
     }
     hashes = {
@@ -276,7 +256,8 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _model_name(precision: Precision) -> str:
+def model_name(precision: Precision) -> str:
+    """The name of the ONNX file that a precision runs."""
     return MODEL if precision in ("fp32", "bf16") else f"model.{precision}.onnx"
 
 

@@ -5,20 +5,21 @@ between processors. For example, x86 without VNNI adds 8-bit products in pairs i
 saturate.
 """
 
+import contextlib
 import itertools
 import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
-from typing import Protocol
+from typing import Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.calibration import Calibration
-from kinlens.embedder.engines.measured import Measured, read_measured, write_measured
+from kinlens.embedder.engines.measured import Outcome, read_measured, write_measured
 from kinlens.embedder.engines.models import (
     PROVIDERS,
     LateModel,
@@ -64,12 +65,14 @@ _CURE: dict[Precision, str] = {
     "fp32": "Its galleries would give wrong results; export it again or use another machine.",
     "fp16": "Use precision fp32 or auto; existing galleries remain valid.",
     "bf16": "Use precision fp32 or auto on this machine; existing galleries remain valid.",
-    "int8": "int8 needs a processor with VNNI; use precision fp32 or auto on this machine. "
-    "Existing galleries remain valid.",
+    "int8": "This processor lacks VNNI, or 8 bits are too few for this trunk: use precision fp32 "
+    "or auto. Existing galleries remain valid.",
 }
 _MAX_GOLDEN_PIXEL_DIFFERENCE = 0.5  # mean grey levels per image: allows rounding, no other resize
 _MAX_BATCH = 64
 _TIMED_RUNS = 5
+
+SpeedGains = Callable[[Mapping[Mode, Embed], Images], dict[Mode, float]]
 
 
 def speed_gains(embeds: Mapping[Mode, Embed], images: Images) -> dict[Mode, float]:
@@ -244,7 +247,7 @@ class OnnxEmbedder(BundleFacts):
         bundle: Bundle | Path | str,
         settings: SessionSettings | None = None,
         limits: ImageLimits | None = None,
-        gains: Callable[[Mapping[Mode, Embed], Images], dict[Mode, float]] = speed_gains,
+        gains: SpeedGains = speed_gains,
     ) -> "OnnxEmbedder":
         """Load the model, check the device, and compare with the golden vectors.
 
@@ -260,10 +263,18 @@ class OnnxEmbedder(BundleFacts):
 
     @classmethod
     def checked(
-        cls, bundle: Bundle, settings: SessionSettings, limits: ImageLimits, mode: Mode
+        cls,
+        bundle: Bundle,
+        settings: SessionSettings,
+        limits: ImageLimits,
+        mode: Mode,
+        file: Path | None = None,
     ) -> "OnnxEmbedder":
-        """Load the bundle in `mode` and compare it with its golden vectors. Raises: BundleError."""
-        model = load(bundle.model_file(mode.precision), settings, mode)
+        """Load the bundle in `mode` and compare it with its golden vectors. Raises: BundleError.
+
+        `file` is an ONNX file of this precision that is not in the bundle yet.
+        """
+        model = load(file or bundle.model_file(mode.precision), settings, mode)
         embedder = cls(bundle, model, limits, mode)
         embedder._check_vectors()
         embedder._check_pixels()
@@ -342,152 +353,139 @@ class OnnxEmbedder(BundleFacts):
 
 
 class _Choice:
-    """Chooses the mode of a bundle for this machine."""
+    """Chooses the mode of a bundle for this machine.
+
+    `table` has a row for each mode: its speed relative to the first one that runs, or why it is not
+    chosen; None if it is not compared.
+    """
 
     def __init__(
-        self,
-        bundle: Bundle,
-        settings: SessionSettings,
-        limits: ImageLimits,
-        gains: Callable[[Mapping[Mode, Embed], Images], dict[Mode, float]],
+        self, bundle: Bundle, settings: SessionSettings, limits: ImageLimits, gains: SpeedGains
     ) -> None:
         self._bundle = bundle
         self._settings = settings
         self._limits = limits
         self._gains = gains
-        self._refused: dict[Mode, str] = {}
+        self._table: dict[Mode, Outcome | None] = {}
 
     def open(self) -> OnnxEmbedder:
         """The embedder in the chosen mode. Raises: BundleError."""
         modes = self._modes()
         if len(modes) == 1:
-            return self._with_reason(self._opened(modes[0]), {})
-        if self._settings.device == "cuda":
-            return self._on_gpu(modes)
-        known = read_measured(self._bundle.bundle_id, modes, self._settings.threads)
-        if known is not None:
-            try:
-                embedder = self._opened(best_of(known.gains))
-            except BundleError:
-                pass  # something changed that the cache key does not cover: measure again
-            else:
-                self._refused |= known.refused
-                return self._with_reason(embedder, known.gains)
-        return self._measured(modes)
+            return self._explained(self._opened(modes[0]))
+        if self._settings.device == "cpu":
+            known = read_measured(self._bundle.bundle_id, modes, self._settings.threads)
+            # It fails if something changed that the cache key does not cover: measure again.
+            with contextlib.suppress(BundleError):
+                if known is not None:
+                    embedder = self._opened(best_of(known))
+                    self._table |= known
+                    return self._explained(embedder)
+        return self._explained(self._fastest(modes))
 
-    def _on_gpu(self, modes: list[Mode]) -> OnnxEmbedder:
-        """Choose fp16 if its golden vectors match. Not measured: its gain shows in full batches
-        only.
+    def _modes(self) -> list[Mode]:
+        """The modes that may run; the first is the baseline that others must beat. A mode that the
+        export did not measure is returned only if it was requested and no other mode is available.
+
+        Raises: ProviderError, BundleError if no mode may run.
         """
-        plain = self._opened(modes[0])
-        if plain.provider != PROVIDERS["cuda"]:
-            self._refused[modes[1]] = "it needs the GPU"
-        else:
-            try:
-                fast = self._with_reason(self._opened(modes[1]), {})
-                fast.precision_reason = "its golden vectors match"
-                return fast
-            except GoldenMismatchError as error:
-                self._refused[modes[1]] = str(error)
-        return self._with_reason(plain, {})
+        settings = self._settings
+        engines = get_args(Engine) if settings.engine == "auto" else (settings.engine,)
+        precisions: tuple[Precision, ...] = ("fp32", "bf16", "int8")
+        if settings.device == "cuda":
+            precisions = ("fp32", "fp16")
+        if settings.precision != "auto":
+            precisions = (settings.precision,)
+        for mode in [Mode(engine, precision) for precision in precisions for engine in engines]:
+            # fp32 in OpenVINO is only as fast as in onnxruntime (docs/benchmarks.md).
+            if settings.engine != "auto" or mode != ("openvino", "fp32"):
+                self._table[mode] = self._why_not(mode)
+        modes = [mode for mode, reason in self._table.items() if reason is None]
+        if not modes:
+            reasons = " ".join(dict.fromkeys(map(str, self._table.values())))
+            raise ProviderError(f"The model {self._bundle.bundle_id[:12]} cannot run. {reasons}")
+        return [mode for mode in modes if mode in self._bundle.modes()] or modes
 
-    def _measured(self, modes: list[Mode]) -> OnnxEmbedder:
+    def _why_not(self, mode: Mode) -> str | None:
+        """Why `mode` must not be chosen; None if it may.
+
+        Raises: BundleError if the requested precision is not in the bundle.
+        """
+        bundle, settings = self._bundle, self._settings
+        if settings.precision != "auto":
+            bundle.model_file(mode.precision)  # raises the error
+            return absence(mode, settings.device)
+        if mode.precision not in (*bundle.precisions, "bf16"):
+            return f"the bundle has no {mode.precision}"
+        if mode not in bundle.modes():
+            return "the export did not measure it"
+        compared = bundle.manifest.comparison(mode)
+        if compared is not None and compared.held_out_cosine is None and mode.precision != "fp16":
+            return "the export, by an earlier version, did not measure it in pairs with fp32"
+        others = [one for one in settings.galleries if not may_mix(one, mode.precision)]
+        if others:
+            return f"a gallery has vectors in {min(others)}, with which it was never compared"
+        return absence(mode, settings.device)
+
+    def _fastest(self, modes: list[Mode]) -> OnnxEmbedder:
         opened: dict[Mode, OnnxEmbedder] = {}
-        refused: dict[Mode, BundleError] = {}
+        faults: dict[Mode, BundleError] = {}
         for mode in modes:
             try:
                 opened[mode] = self._opened(mode)
             except BundleError as error:
                 if mode == FP32:
                     raise  # without fp32 no gallery could be searched correctly
-                refused[mode] = error
+                faults[mode] = error
+                self._table[mode] = str(error)
         if not opened:
-            raise next(iter(refused.values()))
+            raise next(iter(faults.values()))
+        first = next(iter(opened))
+        if self._settings.device == "cuda":
+            # Not measured: the gain of fp16 shows in full batches only.
+            if opened[first].provider == PROVIDERS["cuda"]:
+                return list(opened.values())[-1]
+            self._table |= {mode: "it needs the GPU" for mode in modes if mode != first}
+            return opened[first]
         embeds = {mode: embedder.embed for mode, embedder in opened.items()}
         gains = self._gains(embeds, self._bundle.golden_inputs()[:1])
-        reasons = {mode: str(error) for mode, error in refused.items()}
-        self._refused |= reasons
-        if all(isinstance(error, GoldenMismatchError) for error in refused.values()):
+        self._table |= gains
+        if all(isinstance(error, GoldenMismatchError) for error in faults.values()):
             # Not stored otherwise: other faults, such as a lack of memory, may be temporary.
-            measured = Measured(gains, reasons)
-            write_measured(self._bundle.bundle_id, modes, self._settings.threads, measured)
-        return self._with_reason(opened[best_of(gains)], gains)
-
-    def _modes(self) -> list[Mode]:
-        """The modes that may run; the first is the baseline that others must beat. Reasons against
-        the other modes are stored in `_refused`. A mode that the export did not measure is
-        returned only if it was requested and no other mode is available.
-
-        Raises: ProviderError, BundleError if no mode may run.
-        """
-        settings, device = self._settings, self._settings.device
-        engines: tuple[Engine, ...] = ("onnxruntime", "openvino")
-        if settings.engine != "auto":
-            engines = (settings.engine,)
-        precisions: tuple[Precision, ...] = ("fp32", "bf16", "int8")
-        if device == "cuda":
-            precisions = ("fp32", "fp16")
-        if settings.precision != "auto":
-            precisions = (settings.precision,)
-        modes: list[Mode] = []
-        asked = [Mode(engine, precision) for precision in precisions for engine in engines]
-        for mode in asked:
-            if settings.engine == "auto" and mode == ("openvino", "fp32"):
-                continue  # only as fast as onnxruntime (docs/benchmarks.md)
-            reason = self._unfit(mode) or absence(mode, device)
-            if reason is None:
-                modes.append(mode)
-            else:
-                self._refused[mode] = reason
-        if not modes:
-            reasons = " ".join(dict.fromkeys(self._refused.values()))
-            raise ProviderError(f"The model {self._bundle.bundle_id[:12]} cannot run. {reasons}")
-        return [mode for mode in modes if mode in self._bundle.modes()] or modes
-
-    def _unfit(self, mode: Mode) -> str | None:
-        """Why `mode` must not be chosen; None if it may. Whether the machine has it is not checked.
-
-        Raises: BundleError if the requested precision is not in the bundle.
-        """
-        if mode.precision not in (*self._bundle.precisions, "bf16"):
-            if self._settings.precision == "auto":
-                return f"the bundle has no {mode.precision}"
-            self._bundle.model_file(mode.precision)  # raises the error
-        if self._settings.precision != "auto":
-            return None
-        if mode not in self._bundle.modes():
-            return "the export did not measure it"
-        compared = self._bundle.manifest.comparison(mode)
-        if compared is not None and compared.held_out_cosine is None and mode.precision != "fp16":
-            return "the export, by an earlier version, did not measure it in pairs with fp32"
-        others = [one for one in self._settings.galleries if not may_mix(one, mode.precision)]
-        if others:
-            return f"a gallery has vectors in {min(others)}, with which it was never compared"
-        return None
+            outcomes = gains | {mode: str(error) for mode, error in faults.items()}
+            write_measured(self._bundle.bundle_id, modes, self._settings.threads, outcomes)
+        return opened[best_of(gains)]
 
     def _opened(self, mode: Mode) -> OnnxEmbedder:
         return OnnxEmbedder.checked(self._bundle, self._settings, self._limits, mode)
 
-    def _with_reason(self, embedder: OnnxEmbedder, gains: Mapping[Mode, float]) -> OnnxEmbedder:
+    def _explained(self, embedder: OnnxEmbedder) -> OnnxEmbedder:
+        """The embedder with the rows of the table as its `precision_reason`."""
+        is_auto = self._settings.precision == "auto"
+        gains = {mode: gain for mode, gain in self._table.items() if isinstance(gain, float)}
         notes = [
             f"{mode} is {gain:.2f} times as fast as {next(iter(gains))} here"
             for mode, gain in list(gains.items())[1:]
         ]
         if notes:
             notes[-1] += f" ({MIN_GAIN} is needed)"
-        elif self._settings.precision != "auto":
+        elif not is_auto:
             notes = ["asked for"]
+        elif embedder.mode.precision == "fp16":
+            notes = ["its golden vectors match"]
         refusals: dict[str, list[str]] = {}
-        for mode, reason in self._refused.items():
-            refusals.setdefault(reason.rstrip("."), []).append(str(mode))
-        if self._settings.precision == "auto" or self._settings.engine == "auto":
+        for mode, outcome in self._table.items():
+            if isinstance(outcome, str):
+                refusals.setdefault(outcome.rstrip("."), []).append(str(mode))
+        if is_auto or self._settings.engine == "auto":
             notes += [f"not {' or '.join(modes)}: {why}" for why, modes in refusals.items()]
         embedder.precision_reason = "; ".join(notes) or "no other mode fits"
         return embedder
 
 
-def best_of(gains: Mapping[Mode, float]) -> Mode:
+def best_of(outcomes: Mapping[Mode, Outcome]) -> Mode:
     """The fastest mode, or the first one if no other gains at least `MIN_GAIN`."""
+    gains = {mode: gain for mode, gain in outcomes.items() if not isinstance(gain, str)}
     first, fastest = next(iter(gains)), max(gains, key=gains.__getitem__)
     return fastest if gains[fastest] >= MIN_GAIN else first
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import numpy as np
 
-from kinlens.embedder.bundle import Bundle, VariantFiles, write_bundle
+from kinlens.embedder.bundle import Bundle, model_name, write_bundle
 from kinlens.embedder.calibration import Calibration, Curve, Threshold, ViewsCurve
-from kinlens.embedder.manifest import HeldOut, Variant
+from kinlens.embedder.manifest import HeldOut, Mode, Variant
 from kinlens.embedder.types import Images
 from tests.tiny import TINY, tiny_embed, write_tiny_onnx
 
@@ -52,5 +52,6 @@ def write_full_bundle(tiny: Bundle, folder: Path, seed: float = 0.05) -> Bundle:
         tiny.golden_images(),
         inputs,
         tiny.golden_vectors(),
-        {"int8": VariantFiles(folder / "int8.onnx", tiny_embed(inputs, seed))},
+        {model_name("int8"): folder / "int8.onnx"},
+        {Mode("onnxruntime", "int8"): tiny_embed(inputs, seed)},
     )

@@ -1,7 +1,6 @@
 """int8 and fp16 of MobileNetV2, and how much a precision may lose."""
 
 import io
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,16 +11,14 @@ from onnx import TensorProto
 from PIL import Image
 
 import kinlens.training.bundles.precisions as precisions_module
-from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.engines.models import SessionSettings, create_session
 from kinlens.embedder.errors import ExportError
 from kinlens.embedder.manifest import HeldOut, Mode, Preprocessing
 from kinlens.embedder.preprocess import preprocess
-from kinlens.embedder.session import OnnxEmbedder
 from kinlens.embedder.types import Embeddings, Images
 from kinlens.training.bundles.bundle import golden_images, write_onnx
 from kinlens.training.bundles.int8 import quantize_int8, range_images
-from kinlens.training.bundles.precisions import Candidate, compare, with_half_trunk
+from kinlens.training.bundles.precisions import compare, with_half_trunk
 from kinlens.training.config.settings import Model
 from kinlens.training.data.load import load_split
 from kinlens.training.models.embedding import EmbeddingNet
@@ -77,12 +74,8 @@ def test_ranges_come_from_training_images_that_are_always_the_same(tmp_path: Pat
     assert {image.tobytes() for image in chosen} < everything
 
 
-@pytest.fixture
-def candidate(tiny_bundle: Bundle) -> Candidate:
-    """For `compare`, which asks it for nothing."""
-    golden, cosines = tiny_bundle.golden_vectors(), np.ones(3, np.float32)
-    mode, embedder = Mode("onnxruntime", "int8"), OnnxEmbedder.open(tiny_bundle)
-    return Candidate(mode, tiny_bundle.model_path, golden, cosines, embedder)
+INT8, FP16 = Mode("onnxruntime", "int8"), Mode("onnxruntime", "fp16")
+GOLDEN = np.ones(3, np.float32)
 
 
 def classes(count: int) -> tuple[NDArray[np.int64], Embeddings]:
@@ -107,9 +100,9 @@ def page(labels: NDArray[np.int64]) -> HeldOut:
     return HeldOut(split="validation", images=len(labels), recall={"R@1": 100.0, "R@2": 100.0})
 
 
-def test_a_loss_of_recall_that_chance_explains_is_allowed_and_told(candidate: Candidate) -> None:
+def test_a_loss_of_recall_that_chance_explains_is_allowed_and_told() -> None:
     labels, right = classes(40)
-    found = compare(candidate, page(labels), labels, right, blended(right, [0, 8]))
+    found = compare(INT8, GOLDEN, page(labels), labels, right, blended(right, [0, 8]))
     assert found.recall_at_1_loss == pytest.approx(100 * 2 / 160)  # more than half a point
     assert found.recall_at_1_interval is not None
     low, high = found.recall_at_1_interval
@@ -119,35 +112,29 @@ def test_a_loss_of_recall_that_chance_explains_is_allowed_and_told(candidate: Ca
     assert 0.98 < found.held_out_cosine < 1
 
 
-def test_a_loss_above_two_points_is_refused(
-    candidate: Candidate, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loss_above_two_points_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(precisions_module, "MIN_COSINE", -1.0)
     labels, right = classes(40)
     before = blended(right, [4, 12, 20, 28])
     after = blended(right, [0, 8, 16, 24, 32, 40, 48, 56])
     with pytest.raises(ExportError, match=r"R@1 falls by 2\.50 points \(-\d"):
-        compare(candidate, page(labels), labels, before, after)
+        compare(INT8, GOLDEN, page(labels), labels, before, after)
 
 
 @pytest.mark.parametrize(("count", "points"), [(40, "3.75"), (250, "0.60")])
-def test_a_sure_loss_of_half_a_point_is_refused(
-    candidate: Candidate, count: int, points: str
-) -> None:
+def test_a_sure_loss_of_half_a_point_is_refused(count: int, points: str) -> None:
     labels, right = classes(count)
     wrong = blended(right, [0, 8, 16, 24, 32, 40])
     reason = rf"R@1 falls by {points} points \(0\.\d+ to .* {4 * count:,} val"
     with pytest.raises(ExportError, match=reason):
-        compare(candidate, page(labels), labels, right, wrong)
+        compare(INT8, GOLDEN, page(labels), labels, right, wrong)
 
 
-def test_a_loss_in_a_pair_with_fp32_is_refused(
-    candidate: Candidate, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loss_in_a_pair_with_fp32_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     # All classes trade places: they keep together, but each meets the gallery of another one.
     labels, right = classes(40)
-    turned, fp16 = right[(np.arange(160) + 4) % 160], Mode("onnxruntime", "fp16")
-    arguments = replace(candidate, mode=fp16), page(labels), labels, right, turned
+    turned = right[(np.arange(160) + 4) % 160]
+    arguments = FP16, GOLDEN, page(labels), labels, right, turned
     with pytest.raises(ExportError, match="mean cosine between fp16 with onnxruntime and fp32"):
         compare(*arguments)
     monkeypatch.setattr(precisions_module, "MIN_COSINE", -1.0)
@@ -155,10 +142,8 @@ def test_a_loss_in_a_pair_with_fp32_is_refused(
         compare(*arguments)
 
 
-def test_vectors_far_from_fp32_are_refused_though_their_recall_is_as_good(
-    candidate: Candidate,
-) -> None:
+def test_vectors_far_from_fp32_are_refused_though_their_recall_is_as_good() -> None:
     labels, right = classes(40)
     shifted = unit(right + 0.04)
     with pytest.raises(ExportError, match=r"mean cosine .* is 0\.9\d+ on the 160 .*at least 0\.98"):
-        compare(candidate, page(labels), labels, right, shifted)
+        compare(INT8, GOLDEN, page(labels), labels, right, shifted)

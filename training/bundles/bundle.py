@@ -5,39 +5,28 @@ Exported are normalisation, trunk, pooling, projection, the first flow and the L
 
 import io
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 
-from kinlens.embedder.bundle import WEIGHTS, Bundle, VariantFiles, write_bundle
-from kinlens.embedder.engines.models import (
-    SessionSettings,
-    absence,
-    create_session,
-    engine_versions,
-    run_plain,
-)
+from kinlens.embedder.bundle import MAP, WEIGHTS, Bundle, model_name, write_bundle
+from kinlens.embedder.engines.models import SessionSettings, engine_versions
 from kinlens.embedder.errors import BundleError, CalibrationError, ExportError
 from kinlens.embedder.machine import core_count
 from kinlens.embedder.manifest import (
     Baseline,
     BundleManifest,
-    Comparison,
-    Engine,
-    FilePrecision,
     GoldenHashes,
     HeldOut,
     HeldOutSplit,
-    Mode,
     Parity,
     Precision,
     Preprocessing,
@@ -49,8 +38,8 @@ from kinlens.embedder.session import OnnxEmbedder
 from kinlens.embedder.types import Embed, Embeddings, Images
 from kinlens.training.bundles.calibration import fit_calibration
 from kinlens.training.bundles.graph import write_onnx
-from kinlens.training.bundles.map import EmbeddingMap, check_map
-from kinlens.training.bundles.precisions import Candidate, compare, make_candidate, make_file
+from kinlens.training.bundles.map import write_map
+from kinlens.training.bundles.precisions import Candidate, OnRefusal, accepted, open_candidates
 from kinlens.training.checkpoint import Checkpoint
 from kinlens.training.config.job import parse_job
 from kinlens.training.config.settings import Input, Model, Runtime
@@ -76,18 +65,17 @@ _GOLDEN_SCALES = (1.3, 2.5)
 _EXIF_ORIENTATION = 0x0112
 _PACKAGES = ("torch", "onnx", "pillow", "numpy")
 
-OnRefusal = Callable[[str], None]
 _Vectors = dict[tuple[str, str], Embeddings]
-_Candidates = dict[Mode, Candidate]
 
 
 @dataclass(frozen=True)
 class _Data:
-    """The images that an export is measured on, and the callbacks for progress and refusals."""
+    """The images that an export is measured on, the precisions, and the callbacks."""
 
     split: Split
     ks: tuple[int, ...]
     runtime: Runtime
+    asked: Sequence[Precision]
     on_batch: OnBatch | None
     on_refusal: OnRefusal | None
 
@@ -99,19 +87,9 @@ class _Data:
     def held_out(self) -> HeldOutSplit:
         return "test" if self.split.validation is None else "validation"
 
-    @contextmanager
-    def refusal(self, precision: Precision, is_asked: bool = True) -> Iterator[None]:
-        """A block whose ExportError is about one precision, which may be skipped."""
-        try:
-            yield
-        except ExportError as error:
-            if self.on_refusal is not None:
-                self.on_refusal(f"{precision} is skipped: {error}")
-            elif is_asked:
-                raise ExportError(
-                    f"{error} No bundle was written; export without --precision {precision}, or "
-                    "with --skip-refused."
-                ) from error
+    def accepted(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """Those without a fault. Raises: ExportError."""
+        return accepted(candidates, self.asked, self.on_refusal)
 
 
 def export_checkpoint(
@@ -150,7 +128,9 @@ def export_checkpoint(
     make_room(out)
     split.require(checkpoint.split_sha256, "The checkpoint")
     job = parse_job(checkpoint.job)
-    data = _Data(split, tuple(sorted({1, *job.recall_at})), job.runtime, on_batch, on_refusal)
+    data = _Data(
+        split, tuple(sorted({1, *job.recall_at})), job.runtime, precisions, on_batch, on_refusal
+    )
     spec, backbone = job.input.preprocessing(), job.model.backbone
     if trunk and checkpoint.began_with != UNTRAINED:
         raise ExportError(
@@ -175,7 +155,7 @@ def export_checkpoint(
             split_sha256=split.sha256(),
             baseline=_baseline(checkpoint, split),
         )
-    return _export(net, manifest, out, data, precisions, with_map, seen, keep_weights)
+    return _export(net, manifest, out, data, with_map, seen, keep_weights)
 
 
 def export_backbone(
@@ -235,7 +215,6 @@ def _export(
     manifest: BundleManifest,
     out: Path,
     data: _Data | None = None,
-    precisions: Sequence[Precision] = (),
     with_map: bool = False,
     seen: Seen | None = None,
     keep_weights: bool = False,
@@ -245,52 +224,41 @@ def _export(
         trial = _trial(net, manifest, Path(name))
         inputs = trial.golden_inputs()
         fp32 = OnnxEmbedder.open(trial, SessionSettings(threads=core_count()))
+        golden = fp32.embed(inputs)
         by_torch = partial(torch_embed, net)
         parity = check_parity(by_torch, fp32.embed, inputs)
-        manifest = manifest.model_copy(update={"parity": parity})
-        candidates: _Candidates = {}
+        figures: dict[str, Any] = {"parity": parity}
+        candidates: list[Candidate] = []
         if data is not None:
-            candidates = _candidates(net, precisions, trial, data)
+            candidates = data.accepted(open_candidates(net, data.asked, trial, data.split.train))
             vectors = _embedded(data, manifest.preprocessing, by_torch, fp32.embed, candidates)
-            manifest = manifest.model_copy(
-                update=_figures(parity, data, vectors, candidates, precisions)
-            )
-        passed = {mode: one for mode, one in candidates.items() if manifest.comparison(mode)}
-        files: dict[FilePrecision, VariantFiles] = {}
-        for precision in manifest.variants:
-            one = passed.pop(Mode("onnxruntime", precision))
-            assert one.model is not None
-            files[precision] = VariantFiles(one.model, one.golden)
-        modes = {mode: one.golden for mode, one in passed.items()}
-        golden, images = fp32.embed(inputs), trial.golden_images()
-        map_model = None
+            figures = _figures(parity, data, vectors, candidates)
+            candidates = data.accepted(candidates)
+        figures["variants"] = {
+            each.mode.precision: Variant(**each.comparison.model_dump(), sha256="")
+            for each in candidates
+            if each.comparison and each.has_own_file
+        }
+        figures["modes"] = {
+            each.mode.key: each.comparison for each in candidates if not each.has_own_file
+        }
+        files = {model_name(x.mode.precision): x.model for x in candidates if x.model}
         if with_map:
-            if manifest.preprocessing.aspect == "squashed":
-                raise ExportError(
-                    'There is no map for input.aspect = "squashed": its positions are not squares '
-                    "of the image. Export without --map."
-                )
-            map_model, map_net = Path(name) / "map.onnx", EmbeddingMap(net).eval()
-            write_onnx(map_net, inputs.shape[-1], map_model, "map")
-            session = create_session(map_model, SessionSettings(threads=core_count()))
-            by_onnx = partial(run_plain, session, "images")
-            checked = check_map(partial(torch_embed, map_net), by_onnx, inputs, golden)
-            manifest = manifest.model_copy(update={"map": checked})
-        weights = Path(name) / WEIGHTS if keep_weights else None
-        if weights is not None:
-            write_weights(net, weights)
+            files[MAP] = Path(name) / MAP
+            figures["map"] = write_map(net, manifest.preprocessing, inputs, golden, files[MAP])
+        if keep_weights:
+            files[WEIGHTS] = Path(name) / WEIGHTS
+            write_weights(net, files[WEIGHTS])
         return write_bundle(
             out,
-            manifest,
+            manifest.model_copy(update=figures),
             trial.model_path,
-            images,
+            trial.golden_images(),
             inputs,
             golden,
             files,
-            map_model,
-            modes,
+            {each.mode: each.golden() for each in candidates},
             seen,
-            weights,
         )
 
 
@@ -304,42 +272,12 @@ def _trial(net: EmbeddingNet, manifest: BundleManifest, folder: Path) -> Bundle:
     return write_bundle(folder / "trial", manifest, folder / "model.onnx", images, inputs, golden)
 
 
-def _candidates(
-    net: EmbeddingNet, precisions: Sequence[Precision], trial: Bundle, data: _Data
-) -> _Candidates:
-    """The modes that work on this machine, with correct golden vectors.
-
-    bf16 needs no file, so it is measured wherever it runs, requested or not. A file that fails in
-    onnxruntime is skipped, even if it works in OpenVINO.
-    """
-    made: _Candidates = {}
-    for precision in dict.fromkeys((*precisions, "bf16")):
-        if precision == "fp32":
-            continue
-        missing = {one: absence(Mode(one, precision)) for one in get_args(Engine)}
-        engines = [engine for engine, reason in missing.items() if reason is None]
-        if precision == "fp16":
-            engines = ["onnxruntime"]  # OpenVINO does not run on a GPU
-        is_asked = precision in precisions
-        if not engines and not is_asked:
-            continue
-        with data.refusal(precision, is_asked):
-            if not engines:
-                raise ExportError(" ".join(filter(None, missing.values())))
-            model = None
-            if precision != "bf16":
-                model = make_file(precision, net, trial, data.split.train)
-            for engine in engines:
-                mode = Mode(engine, precision)
-                with data.refusal(precision, is_asked and engine == engines[0]):
-                    made[mode] = make_candidate(mode, trial, model)
-                if mode not in made:
-                    break
-    return made
-
-
 def _embedded(
-    data: _Data, spec: Preprocessing, by_torch: Embed, by_onnx: Embed, candidates: _Candidates
+    data: _Data,
+    spec: Preprocessing,
+    by_torch: Embed,
+    by_onnx: Embed,
+    candidates: Sequence[Candidate],
 ) -> _Vectors:
     """Vectors by part of the data and by source; each image is decoded once."""
     vectors: _Vectors = {}
@@ -348,20 +286,16 @@ def _embedded(
         if part != "validation":
             functions["torch"] = by_torch
         if part == data.held_out:
-            functions |= {mode.key: candidate.embed for mode, candidate in candidates.items()}
+            functions |= {candidate.mode.key: candidate.embed for candidate in candidates}
         made = embed_with(functions, images, spec, data.runtime, data.on_batch)
         vectors |= {(part, name): found for name, found in made.items()}
     return vectors
 
 
 def _figures(
-    parity: Parity,
-    data: _Data,
-    vectors: _Vectors,
-    candidates: _Candidates,
-    precisions: Sequence[Precision],
+    parity: Parity, data: _Data, vectors: _Vectors, candidates: Sequence[Candidate]
 ) -> dict[str, Any]:
-    """The manifest's fields on recall, parity, calibration and the precisions that passed."""
+    """The manifest's fields on recall, parity and calibration; candidates get their comparison."""
     by_torch, by_onnx = (_recall(data, vectors, name) for name in ("torch", "fp32"))
     check_recall(by_torch.recall[1], by_onnx.recall[1])
     recalls = {"recall_at_1_torch": by_torch.recall[1], "recall_at_1_onnx": by_onnx.recall[1]}
@@ -378,25 +312,13 @@ def _figures(
     require_distinct(torch.from_numpy(fp32))
     recall = retrieval(fp32, images.labels, ks=data.ks).recall_by_name()
     page = HeldOut(split=data.held_out, images=len(images), recall=recall, no_calibration=reason)
-    variants: dict[FilePrecision, Variant] = {}
-    modes: dict[str, Comparison] = {}
-    for mode, candidate in candidates.items():
-        is_first = candidate.model is None or mode.engine == "onnxruntime"
-        with data.refusal(mode.precision, is_first and mode.precision in precisions):
-            found = vectors[data.held_out, mode.key]
-            compared = compare(candidate, page, images.labels, fp32, found)
-            if candidate.model is None or mode.precision in variants:
-                modes[mode.key] = compared
-            elif mode.engine == "onnxruntime":
-                name = cast(FilePrecision, mode.precision)
-                variants[name] = Variant(**compared.model_dump(), sha256="")
+    for candidate in candidates:
+        candidate.measure(page, images.labels, fp32, vectors[data.held_out, candidate.mode.key])
     return {
         "recall": by_onnx.recall_by_name(),
         "parity": parity.model_copy(update=recalls),
         "held_out": page,
         "calibration": calibration,
-        "variants": variants,
-        "modes": modes,
     }
 
 

@@ -5,15 +5,20 @@ Shapes: B images, S pixels a side, C channels of the trunk, P = h w positions, D
 
 import math
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from kinlens.embedder.engines.models import SessionSettings, load
 from kinlens.embedder.errors import ExportError
-from kinlens.embedder.manifest import MapFile
+from kinlens.embedder.machine import core_count
+from kinlens.embedder.manifest import FP32, MapFile, Preprocessing
 from kinlens.embedder.types import Embeddings, Images, Maps
+from kinlens.training.bundles.graph import write_onnx
 from kinlens.training.models.embedding import (
     MIN_ACTIVATION,
     MIN_EXPONENT,
@@ -21,6 +26,7 @@ from kinlens.training.models.embedding import (
     FlowInput,
     Head,
     Pool,
+    torch_embed,
 )
 from kinlens.training.regularizers.flows import Coupling, Scaling
 
@@ -148,6 +154,21 @@ def _square(tokens: Tensor) -> Tensor:
             "Export without --map."
         )
     return tokens.transpose(1, 2).reshape(tokens.shape[0], tokens.shape[2], side, side)
+
+
+def write_map(
+    net: EmbeddingNet, spec: Preprocessing, inputs: Images, embeddings: Embeddings, path: Path
+) -> MapFile:
+    """Write the map of `net` as ONNX, checked on golden tensors. Raises: ExportError."""
+    if spec.aspect == "squashed":
+        raise ExportError(
+            'There is no map for input.aspect = "squashed": its positions are not squares of the '
+            "image. Export without --map."
+        )
+    map_net = EmbeddingMap(net).eval()
+    write_onnx(map_net, spec.crop_px, path, "map")
+    by_onnx = load(path, SessionSettings(threads=core_count()), FP32).run
+    return check_map(partial(torch_embed, map_net), by_onnx, inputs, embeddings)
 
 
 def check_map(

@@ -7,19 +7,22 @@ See docs/decisions/0006.
 
 import copy
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kinlens.embedder.bundle import Bundle
-from kinlens.embedder.engines.models import SessionSettings, load
+from kinlens.embedder.engines.models import SessionSettings, absence
 from kinlens.embedder.errors import BundleError, ExportError
 from kinlens.embedder.machine import core_count
-from kinlens.embedder.manifest import Comparison, FilePrecision, HeldOut, Mode
+from kinlens.embedder.manifest import Comparison, Engine, FilePrecision, HeldOut, Mode, Precision
 from kinlens.embedder.preprocess import ImageLimits
-from kinlens.embedder.session import OnnxEmbedder, golden_fault
+from kinlens.embedder.session import OnnxEmbedder
 from kinlens.embedder.types import Embeddings, Images
 from kinlens.training.bundles.graph import write_onnx
 from kinlens.training.bundles.int8 import quantize_int8, range_images
@@ -39,29 +42,126 @@ _Z95 = 1.96
 MIN_COSINE = 0.98
 """Minimum mean cosine to fp32 on held-out images."""
 
+OnRefusal = Callable[[str], None]
+
 
 @dataclass
 class Candidate:
-    """A mode with correct golden vectors on this machine, not yet measured on images.
+    """A mode that may go into the bundle.
 
-    `model` is its ONNX file, None for the fp32 file. `fault` is the error on an image; after it all
-    vectors are NaN.
+    Attributes:
+        model: its ONNX file; None for the fp32 file.
+        fault: what failed first, after which the mode is not tried any more.
+        comparison: with fp32, once measured.
     """
 
     mode: Mode
-    model: Path | None
-    golden: Embeddings
-    cosines: NDArray[np.float32]
-    embedder: OnnxEmbedder
-    fault: BundleError | None = None
+    model: Path | None = None
+    fault: ExportError | None = None
+    comparison: Comparison | None = None
+    embedder: OnnxEmbedder = field(init=False)
+
+    @property
+    def has_own_file(self) -> bool:
+        """Whether it represents its file in the manifest, as onnxruntime does."""
+        return self.model is not None and self.mode.engine == "onnxruntime"
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """A block whose errors are the fault of this mode."""
+        try:
+            yield
+        except ExportError as error:
+            self.fault = error
+        except BundleError as error:
+            self.fault = ExportError(f"The network does not work in {self.mode}: {error}")
+
+    def open(self, bundle: Bundle, model: Path | None) -> None:
+        """Run `model`, or that of the `bundle`, and check its golden vectors."""
+        self.model, settings = model, SessionSettings(threads=core_count())
+        with self.attempt():
+            self.embedder = OnnxEmbedder.checked(bundle, settings, ImageLimits(), self.mode, model)
 
     def embed(self, images: Images) -> Embeddings:
+        """Vectors (N, D); NaN from the first image on which the network breaks."""
         if self.fault is None:
-            try:
+            with self.attempt():
                 return self.embedder.embed(images)
-            except BundleError as error:
-                self.fault = error
         return np.full((len(images), self.embedder.dim), np.nan, np.float32)
+
+    def golden(self) -> Embeddings:
+        """Its vectors of the golden images (N, D). Raises: BundleError."""
+        return self.embedder.embed(self.embedder.bundle.golden_inputs())
+
+    def measure(
+        self, page: HeldOut, labels: NDArray[np.int64], fp32: Embeddings, vectors: Embeddings
+    ) -> None:
+        """Compare the mode with fp32, as `compare` does."""
+        if self.fault is None:
+            with self.attempt():
+                cosines = (self.golden() * self.embedder.bundle.golden_vectors()).sum(axis=1)
+                self.comparison = compare(self.mode, cosines, page, labels, fp32, vectors)
+
+
+def open_candidates(
+    net: EmbeddingNet, precisions: Sequence[Precision], bundle: Bundle, train: LabelledImages
+) -> list[Candidate]:
+    """The modes of these precisions on this machine, checked on the golden images of `bundle`.
+
+    bf16 needs no file, so it is tried wherever it runs, requested or not. A file that fails in
+    onnxruntime is not tried in OpenVINO.
+    """
+    candidates: list[Candidate] = []
+    for precision in dict.fromkeys((*precisions, "bf16")):
+        if precision == "fp32":
+            continue
+        modes = [Mode(engine, precision) for engine in get_args(Engine)]
+        if precision == "fp16":
+            modes = modes[:1]  # OpenVINO does not run on a GPU
+        missing = {mode: absence(mode) for mode in modes}
+        able = [mode for mode in modes if missing[mode] is None]
+        if not able and precision not in precisions:
+            continue
+        tried = [Candidate(mode) for mode in able or modes[:1]]
+        with tried[0].attempt():
+            if not able:
+                raise ExportError(" ".join(filter(None, missing.values())))
+            model = None if precision == "bf16" else make_file(precision, net, bundle, train)
+            for candidate in tried:
+                if tried[0].fault is None:
+                    candidate.open(bundle, model)
+        candidates += tried
+    return candidates
+
+
+def accepted(
+    candidates: Sequence[Candidate], asked: Sequence[Precision], on_refusal: OnRefusal | None
+) -> list[Candidate]:
+    """The candidates without a fault; a precision is refused if its first engine has one.
+
+    A precision that was `asked` for ends the export then, unless `on_refusal` takes the reason.
+
+    Raises: ExportError.
+    """
+    kept: list[Candidate] = []
+    is_refused: dict[Precision, bool] = {}
+    for candidate in candidates:
+        precision, fault = candidate.mode.precision, candidate.fault
+        is_first = precision not in is_refused
+        if is_first:
+            is_refused[precision] = fault is not None
+        elif is_refused[precision]:
+            continue
+        if fault is None:
+            kept.append(candidate)
+        elif on_refusal is not None:
+            on_refusal(f"{precision if is_first else candidate.mode} is skipped: {fault}")
+        elif is_first and precision in asked:
+            raise ExportError(
+                f"{fault} No bundle was written; export without --precision {precision}, or with "
+                "--skip-refused."
+            ) from fault
+    return kept
 
 
 def make_file(
@@ -97,30 +197,9 @@ def with_half_trunk(net: EmbeddingNet) -> EmbeddingNet:
     return half
 
 
-def make_candidate(mode: Mode, bundle: Bundle, model: Path | None) -> Candidate:
-    """Run a model in `mode`, and check its golden vectors. Raises: ExportError."""
-    settings = SessionSettings(threads=core_count())
-    expected = bundle.golden_vectors()
-    try:
-        loaded = load(model or bundle.model_path, settings, mode)
-        embedder = OnnxEmbedder(bundle, loaded, ImageLimits(), mode)
-        golden = embedder.embed(bundle.golden_inputs())
-    except BundleError as error:
-        raise _broken(mode, error) from error
-    fault = golden_fault(mode.precision, golden, golden, expected)
-    if fault is not None:
-        cause = ""
-        if mode.precision == "int8":
-            cause = " Either 8 bits are too few for this trunk, or this processor lacks VNNI."
-        raise ExportError(
-            f"The golden vectors of {mode} are wrong on this machine: {fault}.{cause}"
-        )
-    cosines = (golden * expected).sum(axis=1)
-    return Candidate(mode, model, golden, cosines, embedder)
-
-
 def compare(
-    candidate: Candidate,
+    mode: Mode,
+    cosines: NDArray[np.float32],
     page: HeldOut,
     labels: NDArray[np.int64],
     fp32: Embeddings,
@@ -132,14 +211,10 @@ def compare(
     each pair: both in this mode, and one of them in fp32, where every second image of a class is a
     query. A loss above 0.5 points fails unless it may be chance: its paired 95 % interval must
     include 0, and it may be 2 points at most, or two queries if these are more. `page` has the
-    recall of fp32; labels are (N,), `fp32` and `vectors` (N, D).
+    recall of fp32; labels are (N,), `fp32` and `vectors` (N, D), `cosines` those of golden images.
 
-    Raises: ExportError, also if the mean cosine to fp32 is below 0.98, or if the network broke on
-        an image.
+    Raises: ExportError, also if the mean cosine to fp32 is below 0.98.
     """
-    mode = candidate.mode
-    if candidate.fault is not None:
-        raise _broken(mode, candidate.fault)
     images = f"{len(labels):,} {page.split} images"
     cosine = float((vectors * fp32).sum(axis=1).mean())
     if not cosine >= MIN_COSINE:
@@ -177,8 +252,8 @@ def compare(
         mixed_recall_at_1_loss=mixed[0],
         gallery_recall_at_1_loss=gallery[0],
         held_out_cosine=cosine,
-        min_cosine=float(candidate.cosines.min()),
-        mean_cosine=float(candidate.cosines.mean()),
+        min_cosine=float(cosines.min()),
+        mean_cosine=float(cosines.mean()),
     )
 
 
@@ -187,7 +262,3 @@ def _paired_loss(before: Retrieval, after: Retrieval) -> tuple[float, float, flo
     lost = ((before.ranks == 0).double() - (after.ranks == 0).double())[before.ranks >= 0].numpy()
     mean, error = 100 * lost.mean(), 100 * lost.std() / math.sqrt(len(lost))
     return float(mean), float(mean - _Z95 * error), float(mean + _Z95 * error)
-
-
-def _broken(mode: Mode, error: BundleError) -> ExportError:
-    return ExportError(f"The network does not work in {mode}: {error}")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kinlens.embedder.bundle import Bundle, write_bundle
+from kinlens.embedder.bundle import MAP, Bundle, write_bundle
 from kinlens.embedder.errors import InvalidParameterError, JobConflictError
 from kinlens.embedder.manifest import MapFile
 from kinlens.golden import Label
@@ -188,7 +188,7 @@ def test_a_training_uses_named_data_and_weights_and_exports_a_map_as_the_old_mod
         tiny_bundle.golden_inputs(),
         tiny_bundle.golden_vectors(),
     )
-    mapped = write_bundle(tmp_path / "mapped", manifest, model, *golden, map_model=model)
+    mapped = write_bundle(tmp_path / "mapped", manifest, model, *golden, files={MAP: model})
     shop = JobShop(tmp_path / "shop", mapped, new_bundle)
     file, folder = tmp_path / "mobilenet.pth", tmp_path / "shoes"
     shop.reopen(training_weights=(f"mobilenet={file}",), training_data=(f"shoes={folder}",))

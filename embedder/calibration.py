@@ -147,35 +147,15 @@ class Searches:
         wrong = ~self.right[present, ten] & np.isfinite(self.scores[present, ten])
         return int(wrong.sum())
 
-    @property
-    def hits(self) -> tuple[Right, NDArray[np.int64]]:
-        """For each hit (T, C): whether it is the best of its product, and the product's number of
-        hits.
-        """
-        same = self._same
-        earlier = np.tril(np.ones(same.shape[1:], bool), -1)
-        is_best = np.isfinite(self.scores) & ~(same & earlier).any(axis=2)
-        return is_best, np.maximum(same.sum(axis=2), 1)
-
-    @property
-    def _same(self) -> Right:
-        """Whether two hits of a search show the same product (T, C, C)."""
-        found = np.isfinite(self.scores)
-        same: Right = self.products[:, :, None] == self.products[:, None, :]
-        return same & found[:, :, None] & found[:, None, :]
-
     def probabilities(self, curve: Curve, prior: float) -> Numbers:
         """Probability that each hit is right (T, C): the share of its product; 0 without a hit."""
-        there, absent = _present(self), _absent(self)
-        fitted = [*curve.model_dump().values()]
-        logits = there.features @ np.array(fitted[:3]) + there.offsets
-        with np.errstate(divide="ignore"):
-            logits += np.log1p(-prior)
-            absence = absent.features[:, 1] @ np.array(fitted[3:]) + np.log(prior)
-        shares = _shares(np.append(logits, absence[:, None], axis=1))[:, :-2]
-        of_product = np.einsum("tij,tj->ti", self._same, shares)
-        shown: Numbers = np.where(np.isfinite(self.scores), of_product, 0.0)
-        return shown
+        likely = np.zeros(self.scores.shape)
+        counts = np.isfinite(self.scores).sum(axis=1)
+        for row, count in enumerate(counts.tolist()):
+            shares = curve.shares(self.scores[row, :count], self.products[row], count, prior)
+            _, product = np.unique(self.products[row, :count], return_inverse=True)
+            likely[row, :count] = np.bincount(product, shares)[product] if count else 0.0
+        return likely
 
     def error(self, curve: Curve, prior: float) -> tuple[float, float]:
         """The expected calibration error of the best hit, and that of the ten best hits."""
@@ -210,78 +190,58 @@ def fit_curve(searches: Searches) -> Curve:
         )
     is_used = searches.absent | searches.right.any(axis=1) | np.isfinite(searches.scores[:, -1])
     used = searches[is_used]
-    there = _present(used)
-    fresh = there.offsets.copy()  # for a photo that is not in the gallery
-    there.offsets[:, :-1] -= np.where(used.right, used.handicap[:, None], 0.0)
-    found = _most_likely(there.where(~used.absent), np.array([20.0, 0.0, 0.0]))
+    lowest = np.where(np.isfinite(used.scores), used.scores, np.inf).min(axis=1)
+    features, possible, outcome = _present(used, lowest)
+    offsets = possible.copy()
+    offsets[:, :-1] -= np.where(used.right, used.handicap[:, None], 0.0)
+    there = ~used.absent
+    share = np.full(there.sum(), 1 / max(len(used), 1))
+    found = _most_likely(
+        features[there], offsets[there], outcome[there], share, np.array([20.0, 0.0, 0.0])
+    )
     if not 0 < found[0] < _STEEPEST:
         raise CalibrationError(
             "A higher score does not make a hit more likely right. Train the model longer, or on "
             "images that are more similar to these"
         )
-    logits = there.features @ found + fresh
+    # The second step: the outcomes are "present", as for a photo that is not in the gallery, and
+    # "absent".
+    logits = features @ found + possible
     top = logits.max(axis=1)
-    absent = _absent(used)
-    absent.offsets[:, 0] = top + np.log(np.exp(logits - top[:, None]).sum(axis=1))
-    kinds = [used.absent.sum(), (~used.absent).sum()]
-    absent.weights[:] = np.where(used.absent, *(0.5 / max(count, 1) for count in kinds))
-    middle = float(np.median(used.scores[:, 0]))
-    absence = _most_likely(absent, np.array([found[0] * middle, 0.0, 0.0]))
+    present = top + np.log(np.exp(logits - top[:, None]).sum(axis=1))
+    is_absent = np.stack([there, used.absent], axis=1)
+    weights = is_absent @ (0.5 / np.maximum(is_absent.sum(axis=0), 1))
+    signs = np.stack([np.ones(len(used)), used.scores[:, 0], lowest], axis=1)
+    absence = _most_likely(
+        np.stack([np.zeros_like(signs), signs], axis=1),
+        np.stack([present, np.zeros(len(used))], axis=1),
+        is_absent,
+        weights,
+        np.array([found[0] * float(np.median(used.scores[:, 0])), 0.0, 0.0]),
+    )
     return Curve(**dict(zip(Curve.model_fields, [*found.tolist(), *absence.tolist()], strict=True)))
 
 
-@dataclass(frozen=True, slots=True)
-class _Choices:
-    """Data of a conditional logit with J possible outcomes per search.
+def _present(searches: Searches, lowest: Numbers) -> tuple[Numbers, Numbers, Right]:
+    """The outcomes if the product is present: each found product, then "below the candidates".
 
-    Attributes:
-        features: (T, J, F).
-        offsets: (T, J); -inf for an impossible outcome.
-        outcome: (T, J); true for the outcomes that occurred.
-        weights: (T,) of the searches.
+    Returns features (T, C + 1, 3), offsets (T, C + 1), which are -inf for an impossible outcome,
+    and the outcomes that occurred (T, C + 1). `lowest` (T,) are the scores of the last candidates.
     """
-
-    features: Numbers
-    offsets: Numbers
-    outcome: Right
-    weights: Numbers
-
-    def where(self, chosen: Right) -> "_Choices":
-        return _Choices(*(getattr(self, name)[chosen] for name in self.__slots__))
-
-
-def _present(searches: Searches) -> _Choices:
-    """The outcomes if the product is present: each found product, then "below the candidates"."""
-    count, width = searches.scores.shape
-    is_best, hits = searches.hits
-    features = np.zeros((count, width + 1, 3))
-    features[:, :width, 0] = np.where(is_best, searches.scores, 0.0)
-    features[:, :width, 1] = np.where(is_best, np.log(hits), 0.0)
-    features[:, width, 0] = _lowest(searches)
-    features[:, width, 2] = 1.0
-    is_full = np.isfinite(searches.scores[:, -1:])
-    offsets = np.where(np.append(is_best, is_full, axis=1), 0.0, -np.inf)
-    outcome = np.zeros((count, width + 1), bool)
-    outcome[:, :width] = searches.right & is_best
-    outcome[:, width] = ~outcome.any(axis=1)
-    return _Choices(features, offsets, outcome, np.full(count, 1 / count))
-
-
-def _absent(searches: Searches) -> _Choices:
-    """The two outcomes "present" and "absent"."""
-    count = len(searches)
-    features = np.zeros((count, 2, 3))
-    features[:, 1, 0] = 1.0
-    features[:, 1, 1] = searches.scores[:, 0]
-    features[:, 1, 2] = _lowest(searches)
-    outcome = np.stack([~searches.absent, searches.absent], axis=1)
-    return _Choices(features, np.zeros((count, 2)), outcome, np.full(count, 1 / count))
-
-
-def _lowest(searches: Searches) -> Numbers:
-    """The score of the last candidate (T,)."""
-    lowest: Numbers = np.where(np.isfinite(searches.scores), searches.scores, np.inf).min(axis=1)
-    return lowest
+    is_hit = np.isfinite(searches.scores)
+    same = searches.products[:, :, None] == searches.products[:, None]
+    same &= is_hit[:, :, None] & is_hit[:, None]  # (T, C, C): two hits of one product
+    is_best = is_hit & ~np.tril(same, -1).any(axis=2)
+    hits = np.where(is_best, same.sum(axis=2), 1)
+    products = np.stack(
+        [np.where(is_best, searches.scores, 0.0), np.log(hits), np.zeros(hits.shape)], axis=2
+    )
+    below = np.stack([lowest, np.zeros(len(lowest)), np.ones(len(lowest))], axis=1)
+    features = np.concatenate([products, below[:, None]], axis=1)
+    is_possible = np.append(is_best, is_hit[:, -1:], axis=1)
+    right = searches.right & is_best
+    outcome = np.append(right, ~right.any(axis=1, keepdims=True), axis=1)
+    return features, np.where(is_possible, 0.0, -np.inf), outcome
 
 
 def _shares(logits: Numbers) -> Numbers:
@@ -290,14 +250,21 @@ def _shares(logits: Numbers) -> Numbers:
     return shares
 
 
-def _most_likely(choices: _Choices, start: Numbers) -> Numbers:
+def _most_likely(
+    features: Numbers, offsets: Numbers, outcome: Right, weights: Numbers, start: Numbers
+) -> Numbers:
     """The parameters (F,) with which a conditional logit makes the outcomes most likely.
 
     If several outcomes of a search occurred, their probabilities are added. The Hessian of the
     denominator bounds the full Hessian, so each step increases the likelihood.
+
+    Args:
+        features: (T, J, F) of J possible outcomes per search.
+        offsets: (T, J); -inf for an impossible outcome.
+        outcome: (T, J); true for the outcomes that occurred.
+        weights: (T,) of the searches.
     """
-    features, offsets, weights = choices.features, choices.offsets, choices.weights
-    masked = np.where(choices.outcome, 0.0, -np.inf)
+    masked = np.where(outcome, 0.0, -np.inf)
 
     def likelihood(theta: Numbers) -> tuple[float, Numbers, Numbers]:
         logits = features @ theta + offsets

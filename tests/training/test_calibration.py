@@ -112,10 +112,10 @@ def test_the_area_is_that_of_all_pairs_of_a_right_and_a_wrong_one() -> None:
     above = (positive > negative) + 0.5 * (positive == negative)
     weight = weights[right][:, None] * weights[~right]
     expected = (above * weight).sum() / weight.sum()
-    assert roc_area(scores, right, weights, classes).value == pytest.approx(expected, abs=1e-12)
+    assert roc_area(scores, right, weights, classes)[0] == pytest.approx(expected, abs=1e-12)
 
 
-def test_the_interval_covers_the_truth_as_often_as_it_says() -> None:
-    areas = [roc_area(*pairs(400, 0.0, seed, classes=40)) for seed in range(200)]
-    # 190 expected, with a standard deviation of 3.1; the normal interval of 40 classes is a bit low
-    assert 176 <= sum(area.low <= 0.5 <= area.high for area in areas) <= 199
+def test_the_lower_end_of_the_interval_is_above_chance_as_seldom_as_it_says() -> None:
+    lows = [roc_area(*pairs(400, 0.0, seed, classes=40))[1] for seed in range(200)]
+    # 5 expected, with a standard deviation of 2.2; of 40 classes the interval is a bit narrow.
+    assert 1 <= sum(low > 0.5 for low in lows) <= 14

@@ -39,7 +39,7 @@ _PARTS = (1, 2, 4)  # galleries of all classes, of a half and of a quarter
 _ASKING = 10  # queries per class, so that a few large classes do not dominate
 _RANKS = 40
 _ABOVE = 1e-6  # more than the rounding of a cosine in float32
-_NORMAL_95 = 1.959964
+_RESAMPLED = 200  # bootstrap samples
 
 Labels = NDArray[np.int64]
 Scores = NDArray[np.float32]
@@ -235,52 +235,34 @@ def least_score(wrong: Scores, rate: float) -> float:
 # Whether scores separate right pairs from wrong ones
 
 
-class Area(NamedTuple):
-    """An area under a ROC curve, 0.5 for chance, with its 95 % interval."""
-
-    value: float
-    low: float
-    high: float
-
-
 def roc_area(
     scores: NDArray[np.floating],
     right: Right,
     weights: NDArray[np.floating | np.integer],
     classes: NDArray[np.integer],
-) -> Area:
-    r"""The weighted probability that a right pair scores higher than a wrong one; ties count half.
+) -> tuple[float, float]:
+    """The weighted probability that a right pair scores higher than a wrong one, and the lower end
+    of its 95 % interval; ties count half, and 0.5 is chance.
 
-    The images of a class are alike, so the interval treats classes as the random sample, not pairs:
-    with :math:`V_i` the share of pairs of the other kind that pair i beats,
-
-    .. math:: \operatorname{Var}(A) = \frac{C}{C-1} \sum_c \Bigl(
-        \sum_{i \in c, +} \tfrac{w_i}{W_+} (V_i - A) + \sum_{j \in c, -} \tfrac{w_j}{W_-} (V_j - A)
-        \Bigr)^2
-
-    All arguments broadcast to one shape; `classes` are those of the queries, at least two.
-
-    References:
-        Nonparametric analysis of clustered ROC curve data (Obuchowski 1997)
+    The images of a class are alike, so the interval is a bootstrap over classes, not over pairs.
+    All arguments broadcast to one shape; `classes` are those of the queries.
     """
-    s, is_right, w, of = (
-        each.ravel() for each in np.broadcast_arrays(scores, right, weights, classes)
+    s, is_right, w, of = map(np.ravel, np.broadcast_arrays(scores, right, weights, classes))
+    _, place = np.unique(s, return_inverse=True)
+    names, of = np.unique(of, return_inverse=True)
+
+    def area(times: NDArray[np.integer]) -> float:
+        """The area with each class taken that many times."""
+        drawn = w * times[of]
+        at_right, at_wrong = (np.bincount(place, drawn * kind) for kind in (is_right, ~is_right))
+        pairs = at_right.sum() * at_wrong.sum()
+        return at_right @ (np.cumsum(at_wrong) - at_wrong / 2) / pairs if pairs else np.nan
+
+    some = np.random.default_rng(0).multinomial(
+        len(names), np.full(len(names), 1 / len(names)), _RESAMPLED
     )
-    _, index = np.unique(s, return_inverse=True)
-    at_right, at_wrong = (np.bincount(index, weights=w * kind) for kind in (is_right, ~is_right))
-    beaten = np.where(is_right, _share_below(at_wrong)[index], 1 - _share_below(at_right)[index])
-    part = w / np.where(is_right, at_right.sum(), at_wrong.sum())
-    area = min(float((part * beaten)[is_right].sum()), 1.0)
-    _, cluster = np.unique(of, return_inverse=True)
-    moved = np.bincount(cluster, weights=part * (beaten - area))
-    doubt = _NORMAL_95 * float(np.sqrt(len(moved) / max(len(moved) - 1, 1) * (moved**2).sum()))
-    return Area(area, area - doubt, area + doubt)
-
-
-def _share_below(weights: NDArray[np.floating | np.integer]) -> Numbers:
-    """For weights in order of score: the share below each score, with half of the share at it."""
-    share: Numbers = (np.cumsum(weights) - weights / 2) / weights.sum()
-    return share
+    whole = min(area(np.ones(len(names), np.int64)), 1.0)
+    return whole, float(np.nanquantile([area(times) for times in some], 0.025))
 
 
 def _areas(hits: Hits, classes: Labels, images: int) -> tuple[float, float | None]:
@@ -294,12 +276,12 @@ def _areas(hits: Hits, classes: Labels, images: int) -> tuple[float, float | Non
         scores, right = hits.scores[:, :best], hits.right[:, :best]
         if right.all():
             return found[0], None
-        area = roc_area(scores, right, gaps[:best], classes[:, None])
-        if area.low <= MIN_AREA:
+        area, low = roc_area(scores, right, gaps[:best], classes[:, None])
+        if low <= MIN_AREA:
             raise _refusal(
                 images,
-                f"among {where} the area under the ROC curve is {area.value:.3f} ({area.low:.3f} "
-                f"to {area.high:.3f}), where 0.5 is chance; its lower end must be above {MIN_AREA}",
+                f"among {where} the area under the ROC curve is {area:.3f} (95 % interval from "
+                f"{low:.3f}), where 0.5 is chance; its lower end must be above {MIN_AREA}",
             )
-        found.append(area.value)
+        found.append(area)
     return found[0], found[1]

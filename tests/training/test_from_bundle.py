@@ -1,6 +1,7 @@
 """A training that starts from a bundle, and figures of a bundle on other images."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from kinlens.embedder.bundle import Bundle
+from kinlens.embedder.bundle import WEIGHTS, Bundle
 from kinlens.embedder.errors import CheckpointError, ExportError, KinlensError
 from kinlens.embedder.session import OnnxEmbedder
 from kinlens.training.bundles.bundle import export_backbone, export_checkpoint
@@ -20,6 +21,7 @@ from kinlens.training.data.load import load_split
 from kinlens.training.evaluation.choice import between
 from kinlens.training.evaluation.retrieval import with_interval
 from kinlens.training.models.embedding import Pool, torch_embed
+from kinlens.training.models.weights import write_weights
 from kinlens.training.rendered.catalogue import write_catalogue
 from kinlens.training.runner import run_job
 from kinlens.training.start import may_have_seen
@@ -27,15 +29,30 @@ from kinlens.training.state import create_run
 from kinlens.training.trainer import fit
 from tests.training.jobs import TINY_TRUNK, Silent, called, small_job
 
+VIT = "timm:test_vit.r160_in1k"
+
 
 @pytest.fixture(scope="module")
 def bundle(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """Of a small job with a flow, one epoch old."""
+    """Of a small job with a flow, one epoch old; as of 0.2, without the file of weights."""
     folder = tmp_path_factory.mktemp("run")
-    job = small_job(folder / "products", weights=weights)
+    kept = exported(small_job(folder / "products", weights=weights), folder)
+    path = shutil.copytree(kept.path, folder / "bundle")
+    (path / WEIGHTS).unlink()
+    return Bundle.open(path)
+
+
+@pytest.fixture(scope="module")
+def kept(bundle: Bundle) -> Bundle:
+    """The same bundle with its weights."""
+    return Bundle.open(bundle.path.with_name("kept"))
+
+
+def exported(job: Job, folder: Path) -> Bundle:
+    """Trained in `folder`, and exported with its weights."""
     split = load_split(job.data)
     fit(job, split, folder, Silent())
-    return export_checkpoint(load_checkpoint(folder), split, folder / "bundle")
+    return export_checkpoint(load_checkpoint(folder), split, folder / "kept", keep_weights=True)
 
 
 def job_from(bundle: Bundle, **model: Any) -> Job:
@@ -57,6 +74,43 @@ def test_a_run_begins_with_the_embeddings_of_its_bundle(bundle: Bundle, batch_no
     served = OnnxEmbedder.open(bundle).embed(images)
     assert np.abs(torch_embed(run.net.cpu().eval(), images) - served).max() < 1e-3
     assert np.abs(served[0] - served[1]).max() > 1e-2
+
+
+def test_kept_weights_are_those_of_the_run_and_read_as_from_the_onnx_file(
+    bundle: Bundle, kept: Bundle
+) -> None:
+    trained = load_checkpoint(bundle.path.parent).network()[1].state_dict()
+    state = create_run(job_from(kept), classes=3).net.cpu().state_dict()
+    assert all(torch.equal(state[name], value) for name, value in trained.items())
+    folded, read = (
+        create_run(job_from(one, batch_norm="folded"), classes=3).net.cpu().state_dict()
+        for one in (kept, bundle)
+    )
+    assert folded.keys() == read.keys()
+    for name, value in folded.items():
+        torch.testing.assert_close(read[name], value, atol=1e-5, rtol=1e-4)
+    create_run(job_from(kept, batch_norm="train"), classes=3)
+
+
+def test_a_transformer_is_continued_from_its_kept_weights(tmp_path: Path) -> None:
+    content = small_job(tmp_path / "products", regularized=False).as_dict()
+    content["model"] = {"backbone": VIT, "weights": "none", "dim": 16, "pooling": "cls"}
+    made = exported(parse_job(content), tmp_path)
+    net = create_run(job_from(made), classes=3).net.cpu().eval()
+    images = some_images(made)
+    assert np.abs(torch_embed(net, images) - OnnxEmbedder.open(made).embed(images)).max() < 1e-4
+    (made.path / WEIGHTS).unlink()
+    with pytest.raises(CheckpointError, match=r"rebuilt from its ONNX file.* --keep-weights"):
+        create_run(job_from(made), classes=3)
+
+
+def test_kept_weights_of_another_network_are_refused(kept: Bundle, tmp_path: Path) -> None:
+    copy = Bundle.open(shutil.copytree(kept.path, tmp_path / "copy"))
+    net = create_run(job_from(kept), classes=3).net.cpu()
+    net.projection.weight.data *= -1
+    write_weights(net, copy.path / WEIGHTS)
+    with pytest.raises(CheckpointError, match=r"from its weights\.safetensors: the golden vectors"):
+        create_run(job_from(copy), classes=3)
 
 
 def test_a_dimension_that_is_not_given_is_that_of_the_trunk_or_the_bundle(

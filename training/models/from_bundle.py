@@ -1,4 +1,8 @@
-"""Rebuild the network of a model bundle from its ONNX file to continue its training."""
+"""Rebuild the network of a model bundle to continue its training.
+
+Bundles that keep their weights are read exactly. Others, as of 0.1 and 0.2, are read from the names
+in their ONNX file, which convolutional networks have.
+"""
 
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +19,7 @@ from kinlens.training.config.settings import TIMM, Model, Pooling
 from kinlens.training.models.backbones import BATCH_NORMS, fold_batch_norm, layers_of
 from kinlens.training.models.embedding import EmbeddingNet, torch_embed
 from kinlens.training.models.timm_trunk import TimmTrunk
-from kinlens.training.models.weights import State, load_weights, read_weights
+from kinlens.training.models.weights import State, read_weights
 
 MAX_DIFFERENCE = 1e-3
 """Per coordinate of the golden vectors; another summation order causes a tenth of that."""
@@ -94,25 +98,20 @@ def _require_fit(job: Job, bundle: Bundle, made_by: Job | None) -> None:
 
 
 def _network(job: Job, bundle: Bundle, made_by: Job | None) -> EmbeddingNet:
-    """The network of the bundle, with the batch norm of `job`; checked on the golden images."""
-    if made_by is not None and (bundle.path / WEIGHTS).is_file():
-        return _kept(job, bundle, made_by)
-    import onnx  # here, as few runs begin with a bundle
-
+    """The network of the bundle with the batch norm of `job`, checked on the golden images."""
+    kept, least = bundle.path / WEIGHTS, np.inf
+    is_kept = kept.is_file()
+    tensors = read_weights(str(kept), WEIGHTS) if is_kept else _onnx_tensors(bundle.model_path)
     shapes = _trunks(job.model.backbone)
     if made_by is not None:
         shapes = [made_by.model.model_copy(update={"dim": bundle.manifest.dim})]
     flow = made_by.regularizers.with_flow if made_by is not None else None
-    tensors = {
-        tensor.name: torch.from_numpy(onnx.numpy_helper.to_array(tensor).copy())
-        for tensor in onnx.load(bundle.model_path).graph.initializer
-    }
-    least = np.inf
     for shape in shapes:
-        changes = {"weights": "none", "batch_norm": job.model.batch_norm}
+        batch_norm = shape.batch_norm if is_kept else job.model.batch_norm
         try:
+            changes = {"weights": "none", "batch_norm": batch_norm}
             net = EmbeddingNet(shape.model_copy(update=changes), flow).eval()
-            net.load_state_dict(_state(net, tensors))
+            net.load_state_dict(tensors if is_kept else _state(net, tensors))
             found = torch_embed(net, bundle.golden_inputs())
         except RuntimeError:  # a tensor of another shape
             continue
@@ -122,34 +121,24 @@ def _network(job: Job, bundle: Bundle, made_by: Job | None) -> EmbeddingNet:
             continue
         least = min(least, float(np.abs(found - bundle.golden_vectors()).max()))
         if least <= MAX_DIFFERENCE:
-            return net
+            return _folded(net, batch_norm, job, bundle)
     raise CheckpointError(
-        f"The network of the bundle {bundle.path} cannot be read back from its ONNX file: the "
-        f"golden vectors differ by {least:.2g}, allowed is {MAX_DIFFERENCE:g}. Train from other "
+        f"The network of the bundle {bundle.path} cannot be rebuilt from its "
+        f"{WEIGHTS if is_kept else 'ONNX file'}: the golden vectors differ by {least:.2g}, allowed "
+        f"is {MAX_DIFFERENCE:g}. Export the run again with --keep-weights, or train from other "
         "model.weights."
     )
 
 
-def _kept(job: Job, bundle: Bundle, made_by: Job) -> EmbeddingNet:
-    """The network with the weights that the bundle keeps, and their own batch norm."""
-    model = made_by.model.model_copy(update={"weights": "none", "dim": bundle.manifest.dim})
-    net = EmbeddingNet(model, made_by.regularizers.with_flow).eval()
-    path = str(bundle.path / WEIGHTS)
-    load_weights(net, read_weights(path, model.backbone), path)
-    difference = np.abs(torch_embed(net, bundle.golden_inputs()) - bundle.golden_vectors()).max()
-    if not difference <= MAX_DIFFERENCE:
-        raise CheckpointError(
-            f"{path} has other weights than the model of its bundle: the golden vectors differ by "
-            f"{difference:.2g}, allowed is {MAX_DIFFERENCE:g}. Restore the bundle, or delete the "
-            "file."
-        )
-    folded = (made_by.model.batch_norm == "folded", job.model.batch_norm == "folded")
-    if folded == (True, False):
+def _folded(net: EmbeddingNet, given: str, job: Job, bundle: Bundle) -> EmbeddingNet:
+    """The network with the batch norm of `job`, which `given` may have to be folded into."""
+    is_folded, shall_be = given == "folded", job.model.batch_norm == "folded"
+    if is_folded and not shall_be:
         raise CheckpointError(
             f"The batch norm of the bundle {bundle.path} is folded. Set model.batch_norm to "
             '"folded".'
         )
-    if folded == (False, True):
+    if shall_be and not is_folded:
         fold_batch_norm(net.trunk, net.trunk.side if isinstance(net.trunk, TimmTrunk) else 64)
     return net
 
@@ -158,6 +147,13 @@ def _trunks(backbone: str) -> list[Model]:
     """Trunks alone, with each pooling: the bundle of a trunk has no job that names it."""
     poolings = [x for x in get_args(Pooling) if x != "cls" or backbone.startswith(TIMM)]
     return [Model(backbone=backbone, dim=None, pooling=pooling) for pooling in poolings]
+
+
+def _onnx_tensors(model: Path) -> State:
+    import onnx  # here, as few runs begin with a bundle
+
+    tensors = onnx.load(model).graph.initializer
+    return {x.name: torch.from_numpy(onnx.numpy_helper.to_array(x).copy()) for x in tensors}
 
 
 def _state(net: EmbeddingNet, tensors: State) -> State:
@@ -169,16 +165,16 @@ def _state(net: EmbeddingNet, tensors: State) -> State:
     own = net.state_dict()
     state = {name: tensors.get(name, torch.zeros_like(value)) for name, value in own.items()}
     for (name, layer), (next_name, following) in pairwise([*layers_of(net), ("", nn.Identity())]):
-        if isinstance(layer, nn.Conv2d):
-            none = torch.zeros(layer.out_channels)
-            bias = tensors.get(f"{name}.bias", none)
-            shift = tensors.get(f"{name}.weight_bias", bias)
-            if isinstance(following, BATCH_NORMS) and f"{next_name}.running_var" not in tensors:
-                # In evaluation mode this batch norm only adds the shift.
-                state[f"{next_name}.weight"] = torch.ones_like(shift)
-                state[f"{next_name}.bias"] = shift
-                state[f"{next_name}.running_var"] = torch.ones_like(shift) - following.eps
-                shift = none
-            if layer.bias is not None:
-                state[f"{name}.bias"] = shift
+        if not isinstance(layer, nn.Conv2d):
+            continue
+        none = torch.zeros(layer.out_channels)
+        shift = tensors.get(f"{name}.weight_bias", tensors.get(f"{name}.bias", none))
+        if isinstance(following, BATCH_NORMS) and f"{next_name}.running_var" not in tensors:
+            # In evaluation mode this batch norm only adds the shift.
+            state[f"{next_name}.weight"] = torch.ones_like(shift)
+            state[f"{next_name}.bias"] = shift
+            state[f"{next_name}.running_var"] = torch.ones_like(shift) - following.eps
+            shift = none
+        if layer.bias is not None:
+            state[f"{name}.bias"] = shift
     return state

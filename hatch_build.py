@@ -13,7 +13,8 @@ class LinksHook(BuildHookInterface):
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:  # noqa: ARG002
         """Raises: RuntimeError where a link is missing."""
-        for name in ("commands", "embedder", "indexer", "quality", "service", "training"):
+        folders = "commands embedder indexer quality rendered service training"
+        for name in folders.split():
             if not Path(self.root, "kinlens", name, "__init__.py").is_file():
                 raise RuntimeError(
                     f"kinlens/{name} is not a link to {name}/ here, as in a ZIP download or in a "

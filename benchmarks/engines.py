@@ -31,11 +31,11 @@ from kinlens.embedder.engines.models import SessionSettings, absence, load
 from kinlens.embedder.manifest import FP32, Engine, Mode, Precision
 from kinlens.embedder.preprocess import to_chw
 from kinlens.embedder.types import Images
+from kinlens.rendered.catalogue import render_view
 from kinlens.training.bundles.bundle import write_onnx
 from kinlens.training.bundles.int8 import quantize_int8
 from kinlens.training.config.settings import Model
 from kinlens.training.models.embedding import EmbeddingNet
-from kinlens.training.rendered.catalogue import render_view
 
 PAGE = Path(__file__).parents[1] / "docs" / "trunks.md"
 ROW = re.compile(r"^\| `([^`]+)` \| (\d+) \| ", re.MULTILINE)

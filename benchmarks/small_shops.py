@@ -28,6 +28,7 @@ from harness import Quiet, heading, options, row, shared_folder, skip
 from regularizers import cars_job
 from scipy import stats
 
+from kinlens.rendered.catalogue import class_name, render_view
 from kinlens.training.checkpoint import START, load_checkpoint
 from kinlens.training.config.job import Job, load_job
 from kinlens.training.data.load import load_split, read_folder
@@ -37,7 +38,6 @@ from kinlens.training.evaluation.choice import ALPHAS, between, name_of
 from kinlens.training.evaluation.evaluate import embed
 from kinlens.training.evaluation.retrieval import retrieval
 from kinlens.training.folder import read_json, replace_json
-from kinlens.training.rendered.catalogue import class_name, render_view
 from kinlens.training.runner import run_job
 from kinlens.training.trainer import fit
 

@@ -15,6 +15,7 @@ COPY commands commands
 COPY embedder embedder
 COPY indexer indexer
 COPY quality quality
+COPY rendered rendered
 COPY service service
 COPY training training
 RUN uv pip install --python /opt/kinlens/bin/python --no-cache --link-mode copy --compile-bytecode \

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("embedder", "training", "indexer", "quality", "service", "commands")
+PACKAGES = ("embedder", "rendered", "training", "indexer", "quality", "service", "commands")
 ALLOWED = {
     "kinlens": set(),  # the client and what travels over HTTP: the leaf of all
     "embedder": set(),
-    "training": {"embedder"},
+    "rendered": {"embedder"},  # of which the errors
+    "training": {"embedder", "rendered"},
     "indexer": {"embedder"},
     "quality": {"embedder", "indexer"},
     "service": {"embedder", "indexer", "quality"},
@@ -158,6 +159,7 @@ SERVING = ("fastapi", "uvicorn", "faiss", "onnxruntime", "redis", "torch")
     [
         ("kinlens.embedder", TRAINING),
         ("kinlens.indexer", TRAINING),
+        ("kinlens.rendered", SERVING),
         ("kinlens.service", (*TRAINING, "redis")),
         ("kinlens.client", ("starlette", "numpy", "typer", *SERVING)),
         ("kinlens.values", ("numpy", "pydantic", "httpx")),

@@ -14,6 +14,8 @@ from tests.tiny import encoded, photo
 ROOT = Path(__file__).parents[1]
 UV = Path(sys.executable).parent / "uv"
 
+PARTS = ("commands", "embedder", "indexer", "quality", "rendered", "service", "training")
+
 pytestmark = pytest.mark.skipif(not UV.is_file(), reason="needs uv, as `make test` installs it")
 
 
@@ -72,7 +74,7 @@ def test_the_wheel_holds_one_package_without_links(wheel: Path) -> None:
     assert "](https://github.com/kinlens/kinlens/blob/main/docs/tutorial.md" in about
     assert "](docs/" not in about, "registries show the README without the other files"
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"kinlens"}
-    for part in ("", "commands/", "embedder/", "indexer/", "quality/", "service/", "training/"):
+    for part in ("", *(f"{name}/" for name in PARTS)):
         assert {f"kinlens/{part}py.typed", f"kinlens/{part}__init__.py"} <= names
     assert "kinlens/service/ui/search/index.html" in names
     assert "kinlens/training/jobs/shop.toml" in names

@@ -27,7 +27,7 @@ import kinlens.commands.__main__
 import kinlens.service.commands.program
 import kinlens.training.__main__
 from kinlens.embedder.bundle import Bundle
-from kinlens.training.rendered.catalogue import render_view
+from kinlens.rendered.catalogue import render_view
 from tests.support.own_process import ROOT, OwnProcess, own_process
 from tests.training.jobs import TINY_TRUNK, calibrated_weights
 

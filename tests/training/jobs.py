@@ -8,9 +8,9 @@ from torch import nn
 from typer.testing import CliRunner
 
 from kinlens.embedder.preprocess import to_chw
+from kinlens.rendered.catalogue import render_view
 from kinlens.training.__main__ import app
 from kinlens.training.config.job import Job, job_toml, parse_job
-from kinlens.training.rendered.catalogue import render_view
 
 TINY_TRUNK = "timm:test_resnet"
 TINY_CHANNELS = 96

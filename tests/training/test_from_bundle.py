@@ -13,16 +13,16 @@ import torch
 from kinlens.embedder.bundle import WEIGHTS, Bundle
 from kinlens.embedder.errors import CheckpointError, ExportError, KinlensError
 from kinlens.embedder.session import OnnxEmbedder
+from kinlens.rendered.catalogue import write_catalogue
 from kinlens.training.bundles.bundle import export_backbone, export_checkpoint
 from kinlens.training.checkpoint import START, load_checkpoint, load_chosen
 from kinlens.training.config.job import Job, parse_job
-from kinlens.training.config.settings import Input, Model, RenderedData
+from kinlens.training.config.settings import Input, Model
 from kinlens.training.data.load import load_split
 from kinlens.training.evaluation.choice import between
 from kinlens.training.evaluation.retrieval import with_interval
 from kinlens.training.models.embedding import Pool, torch_embed
 from kinlens.training.models.weights import write_weights
-from kinlens.training.rendered.catalogue import write_catalogue
 from kinlens.training.runner import run_job
 from kinlens.training.start import may_have_seen
 from kinlens.training.state import create_run
@@ -143,8 +143,7 @@ def test_a_trunk_alone_lends_its_trunk_and_leaves_the_head(trunk: Bundle, tmp_pa
 
 def test_a_bundle_without_a_job_is_evaluated_on_images(trunk: Bundle, tmp_path: Path) -> None:
     shop = tmp_path / "shop"
-    drawn = RenderedData(kind="rendered", root=str(shop), products=3, views=4, size_px=40)
-    write_catalogue(shop, drawn)
+    write_catalogue(shop, products=3, views=4, size_px=40)
     paths = sorted(path.relative_to(shop) for path in shop.rglob("*.jpg"))
     rows = [f"{path},{path.parent}" for path in paths]
     for name, listed in (("list", rows), ("same", rows[:4])):

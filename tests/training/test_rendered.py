@@ -7,12 +7,11 @@ import pytest
 from PIL import Image
 
 from kinlens.embedder.errors import DatasetError
-from kinlens.training.config.settings import RenderedData
-from kinlens.training.rendered.catalogue import class_name, describe, render_view, write_catalogue
-from kinlens.training.rendered.painting import lettering
-from kinlens.training.rendered.shapes import SHAPES
+from kinlens.rendered.catalogue import class_name, describe, render_view, write_catalogue
+from kinlens.rendered.painting import lettering
+from kinlens.rendered.shapes import SHAPES
 
-SMALL = RenderedData(kind="rendered", root="unused", products=3, views=2, size_px=48)
+SMALL = {"products": 3, "views": 2, "size_px": 48}
 
 
 def _pixels(product: int, view: int, seed: int = 0) -> bytes:
@@ -43,7 +42,7 @@ def test_every_shape_is_drawn_at_every_size(shape: str) -> None:
 
 def test_a_catalogue_is_one_folder_of_jpegs_a_product_and_its_settings(tmp_path: Path) -> None:
     seen: list[None] = []
-    paths = write_catalogue(tmp_path / "new" / "shop", SMALL, lambda: seen.append(None))
+    paths = write_catalogue(tmp_path / "new" / "shop", **SMALL, on_image=lambda: seen.append(None))
     root = tmp_path / "new" / "shop"
     names = [f"{class_name(p)}/{v:02d}.jpg" for p in range(3) for v in range(2)]
     assert [str(path.relative_to(root)) for path in paths] == names
@@ -59,17 +58,17 @@ def test_a_folder_of_other_settings_or_of_somebody_else_is_refused_and_left_alon
     tmp_path: Path,
 ) -> None:
     own = tmp_path / "own"
-    write_catalogue(own, SMALL)
+    write_catalogue(own, **SMALL)
     before = _files(own)
     for other in ({"products": 4}, {"views": 3}, {"size_px": 64}, {"seed": 1}):
         with pytest.raises(DatasetError, match=f"{own}.*another folder"):
-            write_catalogue(own, SMALL.model_copy(update=other))
+            write_catalogue(own, **(SMALL | other))
     assert _files(own) == before
     shutil.rmtree(own)
     for name in ("holiday.jpg", "catalogue.json"):
         (tmp_path / name).write_bytes(b"not ours")
         for place in (tmp_path, tmp_path / name):
             with pytest.raises(DatasetError, match="not a catalogue of rendered products"):
-                write_catalogue(place, SMALL)
+                write_catalogue(place, **SMALL)
         assert _files(tmp_path) == {name: b"not ours"}
         (tmp_path / name).unlink()

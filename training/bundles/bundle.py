@@ -36,6 +36,7 @@ from kinlens.embedder.preprocess import preprocess
 from kinlens.embedder.seen import Seen
 from kinlens.embedder.session import OnnxEmbedder
 from kinlens.embedder.types import Embed, Embeddings, Images
+from kinlens.rendered.catalogue import render_view
 from kinlens.training.bundles.calibration import fit_calibration
 from kinlens.training.bundles.graph import write_onnx
 from kinlens.training.bundles.map import write_map
@@ -51,7 +52,6 @@ from kinlens.training.folder import UNTRAINED
 from kinlens.training.models.embedding import EmbeddingNet, torch_embed
 from kinlens.training.models.from_bundle import new_network
 from kinlens.training.models.weights import write_weights
-from kinlens.training.rendered.catalogue import render_view
 
 PARITY_BATCHES = (1, 3, 8, 13)
 """Batch sizes at which torch and ONNX are compared; none is the batch size of the trace."""

@@ -29,14 +29,14 @@ def render(
 
     Example: kinlens-train data render /tmp/shop --products 90
     """
+    from kinlens.rendered.catalogue import write_catalogue
     from kinlens.training.config.settings import RenderedData
-    from kinlens.training.rendered.catalogue import write_catalogue
 
     numbers = {"products": products, "views": views, "size_px": size_px, "seed": seed}
-    catalogue = section(RenderedData, kind="rendered", root=str(out), **numbers)
+    section(RenderedData, kind="rendered", root=str(out), **numbers)
     with progress_bar() as bar:
         task = bar.add_task("render products", total=products * views)
-        write_catalogue(out, catalogue, lambda: bar.advance(task))
+        write_catalogue(out, **numbers, on_image=lambda: bar.advance(task))
     typer.echo(f"{products * views} images in {out}")
 
 

@@ -14,6 +14,7 @@ from kinlens.embedder.errors import DatasetError
 from kinlens.embedder.sources.names import composed, existing
 from kinlens.embedder.sources.tables import PRODUCT, class_in, paths_in
 from kinlens.embedder.sources.walk import Omitted, fault_lines, read_failed, walk_images
+from kinlens.rendered.catalogue import write_catalogue
 from kinlens.training.config.job import expand_path
 from kinlens.training.config.settings import CsvData, Data, FolderData, OfficialData, RenderedData
 from kinlens.training.data.damage import without_damaged
@@ -28,7 +29,6 @@ from kinlens.training.data.records import (
     read_rows,
     write_table,
 )
-from kinlens.training.rendered.catalogue import write_catalogue
 
 TABLE = "images.csv"
 _SHOWN = 5
@@ -76,7 +76,7 @@ def _load(data: Data, on_image: Callable[[], None] | None, by_name: bool) -> Spl
         case CsvData():
             listed = read_table(root, data.file, omitted=omitted)
         case RenderedData():
-            write_catalogue(root, data, on_image)
+            write_catalogue(root, data.products, data.views, data.size_px, data.seed, on_image)
             records = read_folder(root)
         case OfficialData():
             return read_official(OFFICIAL[data.kind], root, data.allow_partial)

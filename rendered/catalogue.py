@@ -15,9 +15,8 @@ import numpy as np
 from PIL import Image, ImageChops, ImageDraw, ImageFilter
 
 from kinlens.embedder.errors import DatasetError
-from kinlens.training.config.settings import RenderedData
-from kinlens.training.rendered.painting import PATTERNS, Canvas, Colour, Plane, Skin
-from kinlens.training.rendered.shapes import SHAPES
+from kinlens.rendered.painting import PATTERNS, Canvas, Colour, Plane, Skin
+from kinlens.rendered.shapes import SHAPES
 
 _DRAWING = 1  # increase it when the same arguments give other pixels
 _FILE = "catalogue.json"
@@ -97,25 +96,30 @@ def render_view(product: int, view: int, *, size_px: int = 160, seed: int = 0) -
 
 
 def write_catalogue(
-    root: Path, settings: RenderedData, on_image: Callable[[], None] | None = None
+    root: Path,
+    products: int,
+    views: int,
+    size_px: int = 160,
+    seed: int = 0,
+    on_image: Callable[[], None] | None = None,
 ) -> list[Path]:
     """Write `root/<class name>/<view>.jpg`, return the paths in order; call `on_image` after each.
 
-    An existing view is kept; equal settings give equal files.
+    An existing view is kept; equal numbers give equal files.
 
-    Raises: DatasetError if `root` contains other files or a catalogue of other settings.
+    Raises: DatasetError if `root` contains other files or a catalogue of other numbers.
     """
-    _claim(root, settings)
+    _claim(root, {"products": products, "views": views, "size_px": size_px, "seed": seed})
     paths = []
-    for product in range(settings.products):
-        folder = root / class_name(product, settings.seed)
+    for product in range(products):
+        folder = root / class_name(product, seed)
         folder.mkdir(exist_ok=True)
-        for view in range(settings.views):
+        for view in range(views):
             path = folder / f"{view:02d}.jpg"
             if not path.exists():
                 part = path.with_suffix(".part")
                 quality = int(np.random.default_rng((view, product)).integers(85, 93))
-                image = render_view(product, view, size_px=settings.size_px, seed=settings.seed)
+                image = render_view(product, view, size_px=size_px, seed=seed)
                 image.save(part, "JPEG", quality=quality, subsampling="4:2:0")
                 part.replace(path)
             paths.append(path)
@@ -124,9 +128,8 @@ def write_catalogue(
     return paths
 
 
-def _claim(root: Path, settings: RenderedData) -> None:
-    """Create the folder with its settings, or check that it has the same."""
-    numbers = settings.model_dump(include={"products", "views", "size_px", "seed"})
+def _claim(root: Path, numbers: dict[str, int]) -> None:
+    """Create the folder with its numbers, or check that it has the same."""
     wanted = {"drawing": _DRAWING} | numbers
     record = root / _FILE
     try:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 
-from kinlens.training.rendered.painting import DARK, PAPER, Canvas, Colour, Skin
+from kinlens.rendered.painting import DARK, PAPER, Canvas, Colour, Skin
 
 _STEEL: Colour = (0.72, 0.73, 0.76)
 

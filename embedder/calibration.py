@@ -152,8 +152,9 @@ class Searches:
         likely = np.zeros(self.scores.shape)
         counts = np.isfinite(self.scores).sum(axis=1)
         for row, count in enumerate(counts.tolist()):
-            shares = curve.shares(self.scores[row, :count], self.products[row], count, prior)
-            _, product = np.unique(self.products[row, :count], return_inverse=True)
+            products = self.products[row, :count]
+            shares = curve.shares(self.scores[row, :count], products, count, prior)
+            _, product = np.unique(products, return_inverse=True)
             likely[row, :count] = np.bincount(product, shares)[product] if count else 0.0
         return likely
 

@@ -107,6 +107,7 @@ def test_flows_of_regularizers_and_proxies_have_their_own_rates(weights: Path) -
     ("tables", "loss", "message"),
     [
         ({"skewed_mean": {"gamma": 0}}, "proxy_anchor", "gamma must not be 0"),
+        ({"skewed_mean": {"pairs": 0}}, "proxy_anchor", "pairs must not be 0"),
         ({"skewed_mean": {"gamma": -4, "hinge": True}}, "proxy_anchor", "above 0 with hinge"),
         ({"non_isotropy": {}}, "triplet", "non_isotropy acts on proxies"),
         ({"skewed_mean": {}}, "margin", 'without centres = "batch"'),

@@ -33,6 +33,12 @@ SETTINGS: list[dict[str, object]] = [
     {"kind": "distance"},
     {"kind": "distance", "exponent": -4.0},
     {"kind": "distance", "exponent": 0.0},
+    {"kind": "log_exp"},
+    {"kind": "log_exp", "gamma": -16.0},
+    {"kind": "log_exp", "hinge": True},
+    {"kind": "hard", "pairs": 4},
+    {"kind": "hard", "pairs": -4},
+    {"kind": "hard"},
 ]
 
 
@@ -47,7 +53,7 @@ def centres_of(count: int = 6, dim: int = 4, dtype: torch.dtype = torch.double) 
 
 
 def naive_skewed(centres: Tensor, settings: dict[str, object]) -> float:
-    """Equations 8 and 10, from the cosines of all ordered pairs."""
+    """Equations 5, 7, 8 and 10, from the cosines of all ordered pairs."""
     kind, gamma = settings["kind"], float(settings.get("gamma", 16.0))
     delta, lam = float(settings.get("delta", 0.55)), float(settings.get("exponent", 8.0))
     cosines = (centres @ centres.T).detach().numpy()
@@ -55,6 +61,13 @@ def naive_skewed(centres: Tensor, settings: dict[str, object]) -> float:
     if kind == "r1":
         sums = np.exp(gamma * (rows - delta)).sum(1) + bool(settings.get("hinge"))
         return np.log(sums).mean() / gamma
+    if kind == "log_exp":
+        mean = np.exp(gamma * (rows - delta)).mean()
+        return np.log(mean + bool(settings.get("hinge"))) / gamma
+    if kind == "hard":
+        count = int(settings.get("pairs", 100))
+        falling = np.sort(rows.flatten())[:: -2 if count > 0 else 2]  # each pair once
+        return falling[: abs(count)].mean()
     if kind == "r2":
         return mean_of((1 + rows) / 2, lam)
     distances = np.sqrt(2 - 2 * rows)
@@ -79,6 +92,33 @@ def test_the_skewed_mean_and_its_gradient_are_those_of_the_formula(
     assert torch.autograd.gradcheck(skewed(**settings), (centres,))
     for few in (centres[:0], centres[:1]):
         assert skewed(**settings)(few) == 0
+
+
+def test_means_of_all_pairs_grow_from_the_smallest_cosine_to_the_largest() -> None:
+    centres = centres_of(9)
+    cosines = (centres @ centres.T)[*torch.triu_indices(9, 9, 1)]
+    count = len(cosines)
+    hard = [skewed("hard", pairs=k)(centres) for k in (-1, -5, -count, count, 5, 1)]
+    limits = torch.stack([cosines.min(), cosines.mean(), cosines.max()])
+    torch.testing.assert_close(torch.stack(hard)[[0, 3, 5]], limits)
+    torch.testing.assert_close(hard[2], hard[3])
+    smooth = [
+        skewed("log_exp", gamma=gamma, delta=0.0)(centres)
+        for gamma in (-5000.0, -20.0, -1e-6, 1e-6, 20.0, 5000.0)
+    ]
+    torch.testing.assert_close(torch.stack(smooth)[[0, 3, 5]], limits, rtol=0, atol=2e-3)
+    for means in (hard, smooth):
+        assert torch.stack(means).diff().min() > -1e-12
+
+
+def test_the_hard_mean_moves_only_the_centres_of_its_pairs() -> None:
+    centres = centres_of(9).requires_grad_()
+    for pairs, chosen in ((1, torch.argmax), (-1, torch.argmin)):
+        cosines = (centres @ centres.T).detach()
+        cosines.fill_diagonal_(cosines[0, 1])
+        pair = divmod(int(chosen(cosines)), 9)
+        (gradient,) = torch.autograd.grad(skewed("hard", pairs=pairs)(centres), [centres])
+        assert gradient.norm(dim=1).nonzero().flatten().tolist() == sorted(pair)
 
 
 def test_a_subset_touches_only_its_centres() -> None:

@@ -23,12 +23,13 @@ class SkewedMeanRegularizer(Regularizer):
 
     Args:
         weight: weight of the regularizer.
-        kind: form of the mean. Only `r1` reads `gamma`, `delta` and `hinge`; only `r2` and
-            `distance` read `exponent`.
+        kind: form of the mean. `r1` and `log_exp` read `gamma`, `delta` and `hinge`; `r2` and
+            `distance` read `exponent`; `hard` reads `pairs`.
         gamma: sharpness: above 0 the nearest pairs of centres dominate, below 0 the farthest; not
             0.
         delta: cosine of two centres; has no effect without `hinge`.
         exponent: exponent of the power mean.
+        pairs: K, the number of nearest pairs of centres, or below 0 of farthest ones; not 0.
         subset: number of centres drawn at each step; none: all. Memory grows with its square.
         hinge: push only centres nearer to each other than about `delta`; needs a `gamma` above 0.
         centres: the proxies of the loss, or the class means of the batch for a loss without
@@ -40,22 +41,26 @@ class SkewedMeanRegularizer(Regularizer):
     def __init__(
         self,
         weight: Positive = 1.0,
-        kind: Literal["r1", "r2", "distance"] = "r1",
+        kind: Literal["r1", "r2", "distance", "log_exp", "hard"] = "r1",
         gamma: Finite = 16.0,
         delta: Finite = 0.55,
         exponent: Finite = 8.0,
+        pairs: int = 100,
         subset: Annotated[int, Field(ge=2)] | None = None,
         hinge: bool = False,
         centres: Literal["proxies", "batch"] = "proxies",
     ) -> None:
         super().__init__()
         self.weight, self.kind, self.gamma, self.delta = weight, kind, gamma, delta
-        self.exponent, self.subset, self.hinge, self.centres = exponent, subset, hinge, centres
+        self.exponent, self.pairs, self.subset = exponent, pairs, subset
+        self.hinge, self.centres = hinge, centres
 
     @classmethod
     def check(cls, options: Any) -> None:
         if options.gamma == 0 or (options.hinge and options.gamma < 0):
             raise ValueError("gamma must not be 0, and above 0 with hinge = true")
+        if options.pairs == 0:
+            raise ValueError("pairs must not be 0: above 0 the nearest, below 0 the farthest")
 
     @classmethod
     def needs_with(cls, options: Any) -> Mapping[str, str]:
@@ -81,9 +86,16 @@ def skewed_mean(centres: Tensor, settings: SkewedMeanRegularizer) -> Tensor:
             \log \sum_{j \ne i} e^{\gamma_3 (s_{ij} - \delta_3)} \\
         \text{r2} &= \Bigl(\operatorname{mean}_{i \ne j}
             \bigl(\tfrac{1 + s_{ij}}{2}\bigr)^\lambda\Bigr)^{1/\lambda} \\
-        \text{distance} &= -\Bigl(\operatorname{mean}_{i \ne j} d_{ij}^{-\lambda}\Bigr)^{-1/\lambda}
+        \text{distance} &=
+            -\Bigl(\operatorname{mean}_{i \ne j} d_{ij}^{-\lambda}\Bigr)^{-1/\lambda} \\
+        \text{log\_exp} &= \frac{1}{\gamma_3}
+            \log \operatorname{mean}_{i \ne j} e^{\gamma_3 (s_{ij} - \delta_3)} \\
+        \text{hard} &= M_{[K]} = \text{mean of the K largest } s_{ij},\ i < j
+            \text{ (K < 0: of the |K| smallest)}
 
-    "distance" has a minus sign because its mean distance should grow; values are in [-2, 0].
+    `log_exp` is r1 over all pairs at once, the smooth form of `hard`: it grows with gamma from the
+    smallest cosine to the largest. With fewer pairs than K, `hard` is the mean of all. "distance"
+    has a minus sign because its mean distance should grow; values are in [-2, 0].
 
     The nearest pairs dominate for gamma > 0, for lambda > 1 in r2 and lambda > -1 in "distance";
     the farthest pairs for gamma < 0, lambda < 1 and lambda < -1. Warning: if only far pairs are
@@ -99,8 +111,9 @@ def skewed_mean(centres: Tensor, settings: SkewedMeanRegularizer) -> Tensor:
     fewer than two centres give 0.
 
     References:
-        Skewed-mean regularization, eq. 5 (K-skewed mean), 7 (its smooth forms), 8 (R1, R2) and 10
-        (distance); ICLR 2023 submission "Compact Bilinear Pooling via General Bilinear Projection",
+        Skewed-mean regularization, eq. 5 (K-skewed mean), 7 (its smooth forms; over all pairs:
+        section 3.4), 8 (R1, R2) and 10 (distance); ICLR 2023 submission
+        "Compact Bilinear Pooling via General Bilinear Projection",
         https://openreview.net/forum?id=7bcrAxy00Jw
         UniformFace (Duan et al., 2019), CVPR. Learning towards Minimum Hyperspherical Energy (Liu
         et al., 2018), https://arxiv.org/abs/1805.09298
@@ -113,8 +126,13 @@ def skewed_mean(centres: Tensor, settings: SkewedMeanRegularizer) -> Tensor:
         centres = centres[chosen.to(centres.device)]  # (m, D)
     with torch.autocast(centres.device.type, enabled=False):
         similarities = _others(centres @ centres.T)  # (m, m - 1)
-        if settings.kind == "r1":
-            sums = torch.logsumexp(settings.gamma * (similarities - settings.delta), dim=1)
+        if settings.kind == "hard":
+            return _hard_mean(similarities, settings.pairs)
+        if settings.kind in ("r1", "log_exp"):
+            exponents = settings.gamma * (similarities - settings.delta)  # (m, m - 1)
+            if settings.kind == "log_exp":
+                exponents = exponents.reshape(1, -1) - math.log(exponents.numel())
+            sums = torch.logsumexp(exponents, dim=1)
             if settings.hinge:
                 sums = F.softplus(sums)  # log(1 + e^x)
             return sums.mean() / settings.gamma
@@ -123,6 +141,13 @@ def skewed_mean(centres: Tensor, settings: SkewedMeanRegularizer) -> Tensor:
             return power_mean(halves.flatten(), settings.exponent)
         distances = (2 - 2 * similarities).clamp(min=_SMALLEST_DISTANCE**2).sqrt().flatten()
         return -power_mean(distances, -settings.exponent)
+
+
+def _hard_mean(similarities: Tensor, pairs: int) -> Tensor:
+    """Mean of the largest (pairs > 0) or smallest (< 0) entries (m, m - 1), each pair once."""
+    rows, columns = torch.triu_indices(*similarities.shape, device=similarities.device)
+    values = similarities[rows, columns]  # (m (m - 1) / 2,), those of i < j
+    return values.topk(min(abs(pairs), len(values)), largest=pairs > 0).values.mean()
 
 
 def power_mean(values: Tensor, lam: float) -> Tensor:

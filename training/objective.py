@@ -73,6 +73,7 @@ class Objective(nn.Module):
                 loss = torch.stack([first, second]).mean()
                 penalties[name] = term.weight * duel.penalty
                 watched = {"r_first": duel.r_first, "r_second": duel.r_second}
+            watched["feature_norm"] = embeddings.square().sum(dim=1).mean()
             unit = F.normalize(embeddings, dim=1)
             for name, term in self.terms.items():
                 if "flow" not in term.needs:

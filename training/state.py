@@ -23,8 +23,8 @@ from kinlens.training.objective import Objective, TrainingStep
 from kinlens.training.own import require_sources, sources_of
 
 Row = dict[str, float]
-OF_TERMS = ("share ", "scale ", "reach ", "calibrates ", "r_")
-"""Prefixes of the figures of regularizers in a row, as means over the epoch."""
+OF_TERMS = ("share ", "scale ", "reach ", "calibrates ", "r_", "feature_norm")
+"""Prefixes of figures of a step that a row has, too, as means over the epoch; also of old runs."""
 VALIDATION = "validation "
 """Prefix of figures on validation classes; figures on test classes have none."""
 

@@ -98,6 +98,9 @@ def test_shares_are_in_log_rows_and_few_steps_are_said_and_raised(tmp_path: Path
     assert history[-1]["scale determinant"] == 1.0
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert any("share determinant" in line for line in lines if line["kind"] == "step")
+    norms = [line["feature_norm"] for line in lines if line["kind"] == "epoch"]
+    assert len(norms) == 7
+    assert min(norms) > 0
     for wanted in (
         "too few to learn much",
         "Set regularizers.determinant.share = 0.2, or raise lambda1 and lambda2",

@@ -182,6 +182,8 @@ def _regularizers(job: Job, history: Rows) -> list[str]:
 
 def _epochs(history: Rows) -> list[str]:
     recalls = [name for name in _names(history, "R@") if "MAP" not in name]
-    digits = {"epoch": 0, "loss": 3, **dict.fromkeys(recalls, 1), "images_per_s": 0, "seconds": 0}
+    digits = {"epoch": 0, "loss": 3, **dict.fromkeys(recalls, 1)}
+    digits |= {"images_per_s": 0, "seconds": 0, "feature_norm": 2}
     rows = [[f"{row[n]:.{d}f}" if n in row else "" for n, d in digits.items()] for row in history]
-    return table(["epoch", "loss", *recalls, "images/s", "seconds"], rows)
+    header = ["epoch", "loss", *recalls, "images/s", "seconds", "squared norm of features"]
+    return table(header, rows)

@@ -82,17 +82,27 @@ _Integers = Annotated[list[StrictInt], Field(min_length=1), AfterValidator(_uniq
 
 class _Grid(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
-    job: str | dict[str, Any]
+    job: str | dict[str, Any] | None = None
+    grids: list[str] = []
+    """Other grids, which are one tournament together, such as one for each data set."""
     losses: _Entries | None = None
     regularizers: _Entries | None = None
     backbones: _Entries | None = None
     dims: _Integers | None = None
     seeds: _Integers | None = None
 
+    @model_validator(mode="after")
+    def _check(self) -> "_Grid":
+        if (self.job is None) == (not self.grids) or (
+            self.grids and len(self.model_fields_set) > 1
+        ):
+            raise ValueError("give a job and lists, or grids and nothing else")
+        return self
+
 
 @dataclass(frozen=True)
 class Run:
-    """One run; `dim` None means the pooled features.
+    """One run; `dim` None means the pooled features, `grid` is its name among several grids.
 
     `result` is set if the run finished, `reason` if the last attempt failed.
     """
@@ -105,10 +115,11 @@ class Run:
     job: Job
     result: Result | None = None
     reason: str = ""
+    grid: str = ""
 
     @property
     def experiment(self) -> str:
-        return f"{self.backbone}-{_size(self.dim)}"
+        return "-".join(filter(None, (self.grid, self.backbone, _size(self.dim))))
 
     @property
     def competitor(self) -> str:
@@ -120,10 +131,28 @@ class Run:
 
 
 def load_grid(path: Path, overrides: Sequence[str] = ()) -> list[Run]:
-    """The runs of a grid, whose entries override the base job. Raises: JobError."""
+    """The runs of a grid, entries over the base job, or of all its grids. Raises: JobError."""
     grid = _read(path)
-    job = _base(grid.job, path, overrides)
+    if grid.job is not None:
+        return _runs(grid, grid.job, path, overrides)
+    found = []
+    for name in grid.grids:
+        other = path.parent / name
+        inner = _read(other)
+        if inner.job is None:
+            raise JobError(f"{other} has no job of its own: grids are joined in one level only.")
+        for run in _runs(inner, inner.job, other, overrides):
+            job = run.job.model_copy(update={"name": f"{other.stem}-{run.job.name}"})
+            found.append(replace(run, grid=other.stem, job=job))
+    return found
+
+
+def _runs(
+    grid: _Grid, source: str | dict[str, Any], path: Path, overrides: Sequence[str]
+) -> list[Run]:
+    job = _base(source, path, overrides)
     base = job.as_dict()
+    tables = {name: table for name, table in base["regularizers"].items() if table}
     used = "-".join(job.regularizers.wanted()) or "none"
     trunk = re.sub(r"[^A-Za-z0-9._]+", "-", job.model.backbone)
     # Seeds are outermost, so an unfinished tournament has complete tables of fewer seeds.
@@ -132,7 +161,7 @@ def load_grid(path: Path, overrides: Sequence[str] = ()) -> list[Run]:
         "backbone": grid.backbones or [_Entry(name=trunk, model={})],
         "dim": list(grid.dims) if grid.dims else [job.model.dim],
         "loss": grid.losses or [_Entry(name=job.loss.name, loss=base["loss"])],
-        "regularizer": grid.regularizers or [_Entry(name=used, regularizers=base["regularizers"])],
+        "regularizer": grid.regularizers or [_Entry(name=used, regularizers=tables)],
     }
     found = []
     for combination in itertools.product(*lists.values()):
@@ -169,9 +198,9 @@ def _base(source: str | dict[str, Any], grid: Path, overrides: Sequence[str]) ->
 def _job(base: dict[str, Any], values: Mapping[str, Any]) -> Job:
     backbone, loss, regularizer = (values[axis] for axis in ("backbone", "loss", "regularizer"))
     content = backbone.over(base, model={"backbone": backbone.name})
-    content = loss.over(content | {"loss": {"name": loss.name}})
+    content = loss.over(content | {"loss": {"name": loss.name}, "regularizers": {}})
     named: dict[str, Any] = {} if regularizer.name == "none" else {regularizer.name: {}}
-    content = regularizer.over(content | {"regularizers": {}}, regularizers=named)
+    content = regularizer.over(content, regularizers=named)
     content["model"] = content["model"] | {"dim": values["dim"]}
     size, seed = _size(values["dim"]), values["seed"]
     name = f"{loss.name}-{regularizer.name}-{backbone.name}-{size}-s{seed}"
@@ -236,13 +265,17 @@ def read_runs(runs: Sequence[Run], folder: Path) -> list[Run]:
         if result is None and (path := folder / run.folder / _FAILURE).exists():
             failure = path.read_text(encoding="utf-8")
         found.append(replace(run, result=result, reason=failure))
-    images = {run.result.split_sha256: run.folder for run in found if run.result is not None}
-    if len(images) > 1:
-        first, other, *_ = images.values()
-        raise JobError(
-            f"{other} was trained on other images than {first}, so their figures are not "
-            f"comparable. Use another --out for other images, or delete one of the two in {folder}."
-        )
+    first: dict[str, Run] = {}
+    for run in found:
+        if run.result is None:
+            continue
+        known = first.setdefault(run.grid, run)
+        if known.result is not None and known.result.split_sha256 != run.result.split_sha256:
+            raise JobError(
+                f"{run.folder} was trained on other images than {known.folder}, so their figures "
+                "are not comparable. Use another --out for other images, or delete one of the two "
+                f"in {folder}."
+            )
     return found
 
 

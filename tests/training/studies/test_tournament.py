@@ -85,10 +85,20 @@ def test_what_is_missing_in_a_grid_is_of_its_base_a_file_or_a_name(
     assert load_grid(grid)[0].job.data.kind == "rendered"
 
 
+def test_a_loss_may_bring_regularizers_of_its_own(write: Write) -> None:
+    regularized = (
+        '{name = "own", loss.name = "proxy_anchor", regularizers.skewed_mean.weight = 3.0}'
+    )
+    plain, own = load_grid(write(f'losses = ["proxy_anchor", {regularized}]\n'))
+    assert (plain.competitor, own.competitor) == ("proxy_anchor", "own")
+    assert plain.job.regularizers.wanted() == {}
+    assert own.job.regularizers.skewed_mean.weight == 3.0
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("seed = [1]\n", "seed: unknown key; a grid has job, losses"),
+        ("seed = [1]\n", "seed: unknown key; a grid has job, grids"),
         ("seeds = []\n", "seeds has 0 entries; use 1 or more"),
         ("dims = [64, 64]\n", "dims: .* used twice"),
         ('losses = ["a/b"]\n', r"losses.0.name = 'a/b' does not have the right form"),
@@ -237,3 +247,43 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
     runs[0] = tournament_run("a", dim=16)
     assert "there is no ranking" in report(tmp_path, runs)
     assert "0 of 2 runs finished" in report(tmp_path, [runs[0], runs[-1]])
+
+
+def test_grids_of_several_data_sets_are_one_tournament(tmp_path: Path) -> None:
+    for name in ("birds", "cars"):
+        text = 'losses = ["arcface", "loss1"]' + BASE.replace("nowhere", name)
+        (tmp_path / f"{name}.toml").write_text(text)
+    grid, out = tmp_path / "both.toml", tmp_path / "out"
+    grid.write_text('grids = ["birds.toml", "cars.toml"]')
+    runs = load_grid(grid, ["optimizer.epochs=2"])
+    assert {run.experiment: Path(run.job.data.root).name for run in runs} == {
+        "birds-mobilenet_v2-512": "birds",
+        "cars-mobilenet_v2-512": "cars",
+    }
+    assert {run.job.optimizer.epochs for run in runs} == {2}
+    for run in played(runs, out, lambda job: 60.0 + len(job.loss.name))[0]:
+        path = out / run.folder / RESULT  # each data set has images of its own
+        content = json.loads(path.read_text()) | {"split_sha256": run.grid}
+        path.write_text(json.dumps(content))
+    ranks = report(out, read_runs(runs, out)).split("## birds")[0]
+    assert row_of(ranks, "arcface")[:4] == ["1", "1", "2", "1"]
+    path.write_text(json.dumps(content | {"split_sha256": "other"}))
+    with pytest.raises(JobError, match="was trained on other images than"):
+        read_runs(runs, out)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('grids = ["both.toml"]', "no job of its own"),
+        ('grids = ["both.toml"]\ndims = [8]', "or grids and nothing else"),
+        ("dims = [8]", "give a job"),
+    ],
+)
+def test_grids_of_grids_that_make_no_sense_are_refused(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    grid = tmp_path / "both.toml"
+    grid.write_text(text)
+    with pytest.raises(JobError, match=message):
+        load_grid(grid)

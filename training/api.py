@@ -19,6 +19,7 @@ from kinlens.training.config.layers import read_layers
 from kinlens.training.data.samplers import BatchSampler
 from kinlens.training.folder import Result
 from kinlens.training.losses.base import MetricLoss, ProxyLoss
+from kinlens.training.losses.matryoshka import matryoshka
 from kinlens.training.losses.miners import (
     Triplets,
     batch_hard,
@@ -64,7 +65,7 @@ __all__ = [
     "ProxyAnchorLoss", "ProxyLoss", "ProxyNCALoss", "ProxySeparationLoss", "RealNVP",
     "Regularizer", "Result", "SkewedMeanRegularizer", "SoftTripleLoss", "TripletLoss",
     "Triplets", "WandbCallback", "batch_hard", "distance_weighted", "evaluate", "export", "fit",
-    "hard_pairs", "load_job", "semi_hard",
+    "hard_pairs", "load_job", "matryoshka", "semi_hard",
 ]
 # fmt: on
 

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from kinlens.embedder.errors import JobError
 from kinlens.training.config.job import Job
 from kinlens.training.distributed import gather
 from kinlens.training.fields import OwnRegularizer
+from kinlens.training.losses.matryoshka import matryoshka
 from kinlens.training.losses.table import build_loss
 from kinlens.training.models.embedding import EmbeddingNet
 from kinlens.training.regularizers.base import Regularizer
@@ -45,6 +47,11 @@ class Objective(nn.Module):
         super().__init__()
         tables, with_flow = job.regularizers.wanted(), job.regularizers.with_flow
         self.draws = job.sampling.parts
+        self.dims = job.loss.matryoshka
+        if max(self.dims, default=0) > dim:
+            raise JobError(
+                f"loss.matryoshka = {list(self.dims)} has a number above model.dim = {dim}."
+            )
         self.loss = build_loss(job.loss, classes, dim)
         self.terms: dict[str, Regularizer] = {}
         for name, options in tables.items():
@@ -101,10 +108,8 @@ class Objective(nn.Module):
             term.begin_epoch(epoch)
 
     def _over_draws(self, loss: nn.Module, vectors: Tensor, labels: Tensor) -> Tensor:
-        if getattr(loss, "normalized", True):
-            vectors = F.normalize(vectors, dim=1)
         parts = zip(vectors.chunk(self.draws), labels.chunk(self.draws), strict=True)
-        return torch.stack([loss(x, y) for x, y in parts]).mean()
+        return torch.stack([matryoshka(loss, x, y, self.dims) for x, y in parts]).mean()
 
     def _of_flow(self) -> tuple[str, Regularizer]:
         return next(item for item in self.terms.items() if "flow" in item[1].needs)

@@ -38,7 +38,7 @@ from kinlens.training.config.settings import (
     Sampling,
     Start,
 )
-from kinlens.training.fields import Options, OwnRegularizer, Section
+from kinlens.training.fields import Count, Options, OwnRegularizer, Section
 from kinlens.training.own import absolute_path, is_own, own_part, own_paths
 
 
@@ -52,6 +52,9 @@ class Loss(Section):
     model_config = ConfigDict(defer_build=True)
 
     name: str
+    matryoshka: tuple[Count, ...] = ()
+    """The loss is the mean over the whole embeddings and their first n numbers, for each n here. So
+    a gallery may keep the first n."""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -270,7 +273,7 @@ def require_own(job: Job) -> None:
         given = losses.GIVEN if key == "loss" else regularizers.GIVEN
         options = options_of(kind.__name__, kind, Section, given)
         try:
-            options.model_validate(table.model_dump(exclude={"name", "share"}))
+            options.model_validate(table.model_dump(exclude={"name", "matryoshka", "share"}))
         except ValidationError as error:
             found = ({**fault, "loc": (*key.split("."), *fault["loc"])} for fault in error.errors())
             raise JobError(" ".join(explain(fault) for fault in found)) from error

@@ -73,7 +73,7 @@ def has_proxies(kind: Any) -> bool:
 
 def build_loss(settings: Section, classes: int, dim: int) -> nn.Module:
     """The loss of a job's `loss` table, for C classes and embeddings of length D."""
-    options = settings.model_dump()
+    options = settings.model_dump(exclude={"matryoshka"})
     kind = kind_of(options.pop("name"))
     if isinstance(kind, nn.Module):
         return copy.deepcopy(kind)

@@ -94,6 +94,12 @@ def build(
     device: DeviceOption = "cpu",
     index_device: IndexDeviceOption = None,
     vector_type: VectorTypeOption = "fp32",
+    dims: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Keep the first numbers of each vector, of a model trained for it."
+        ),
+    ] = None,
     allow_cpu_fallback: FallbackOption = False,
     precision: PrecisionOption = "fp32",
     engine: EngineOption = "auto",
@@ -112,6 +118,8 @@ def build(
     if vectors is not None:
         if images or root or csv or split:
             raise typer.BadParameter("Pass --vectors or images, not both.")
+        if dims:
+            raise typer.BadParameter("--dims needs images and a bundle; --vectors are kept whole.")
         given = options.given_settings(index, memory_mb, target_recall, index_device)
         _build_of_vectors(vectors, bundle, out, name, IndexSettings(**given), vector_type, json)
         return
@@ -123,7 +131,7 @@ def build(
         given = options.given_settings(index, memory_mb, target_recall, index_device)
         plan = IndexSettings(**given)
         embed = EmbedSettings(batch_size, workers)
-        settings = BuildSettings(name, embed, plan, vector_type, bundle)
+        settings = BuildSettings(name, embed, plan, vector_type, bundle, dims)
         _print_plan(source, embedder, settings, json)
         report = _built(source, embedder, out, settings)
         _print_build(report, out, json)
@@ -237,6 +245,7 @@ def _refuse_both(csv: Path | None, split: Path | None) -> None:
 
 
 def _print_plan(source: Source, embedder: Embedder, settings: BuildSettings, json: bool) -> None:
+    embedder = embedder.first(settings.dims or embedder.dim)
     plan = plan_index(source.count, embedder.dim, settings.index, settings.vector_type)
     if json:
         return

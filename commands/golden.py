@@ -21,7 +21,7 @@ from kinlens.commands.options import (
 )
 from kinlens.embedder.errors import ImageError, InvalidParameterError, SourceError
 from kinlens.embedder.preprocess import ImageLimits, decode
-from kinlens.embedder.session import check_precision
+from kinlens.embedder.session import fitted
 from kinlens.embedder.sources.names import printable
 from kinlens.embedder.types import SHORT
 from kinlens.golden import GoldenOutcome, GoldenQueries, GoldenRun, GoldenRuns, Label
@@ -148,7 +148,7 @@ def run(
     with errors_shown():
         embedder = options.open_embedder(bundle, device, allow_cpu_fallback, precision, engine)
         with stores.opened(str(gallery), bundle_id=embedder.bundle_id) as store:
-            check_precision(store, embedder)
+            embedder = fitted(store, embedder)
             golden = GoldenSet(gallery)
             queries = golden.queries()
             if not queries:

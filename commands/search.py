@@ -31,7 +31,7 @@ from kinlens.embedder import explain as where
 from kinlens.embedder.calibration import CANDIDATES
 from kinlens.embedder.errors import ItemNotFoundError, SourceError
 from kinlens.embedder.preprocess import decode
-from kinlens.embedder.session import check_precision, read_pixels
+from kinlens.embedder.session import fitted, read_pixels
 from kinlens.embedder.types import Embeddings, Hit
 from kinlens.indexer.filters.text import parse_filter
 from kinlens.indexer.gallery import Gallery
@@ -186,7 +186,7 @@ def search(
             if like:
                 found = _found_like(store, like, unlike or [], shape)
             elif image and embedder:
-                check_precision(store, embedder)
+                embedder = fitted(store, embedder)
                 vectors = embedder.embed(read_pixels(image, embedder)[1][None])
                 found = _found(store, vectors, shape)
                 calibrated: Calibrated | str = "Galleries on Milvus are not calibrated"

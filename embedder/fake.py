@@ -1,7 +1,9 @@
 """An embedder without a model, for tests. It is part of the package, for use in other packages."""
 
+import copy
 import io
 import time
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,7 +12,7 @@ from PIL import Image
 from kinlens.embedder.calibration import Calibration
 from kinlens.embedder.manifest import FP32, Preprocessing
 from kinlens.embedder.preprocess import Box, ImageLimits, preprocess
-from kinlens.embedder.types import Embeddings, Images, Maps
+from kinlens.embedder.types import Embeddings, Images, Maps, check_dims
 
 _BLOCKS = 4  # per side of a map
 
@@ -57,6 +59,16 @@ class FakeEmbedder:
         vectors = _pixels(images).reshape(len(images), -1) @ self._projection + np.float32(1e-3)
         unit: Embeddings = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
         return unit
+
+    def first(self, n: int) -> Self:
+        """The same embedder with the first `n` numbers of each vector, normalised."""
+        check_dims(n, self.dim)
+        if n == self.dim:
+            return self
+        short = copy.copy(self)
+        short.dim, short._projection = n, self._projection[:, :n]
+        short.calibration, short.no_calibration = None, "The vectors are short."
+        return short
 
     def maps(self, images: Images) -> Maps:
         """uint8 (N, 3, S, S) to (N, D, 4, 4), one position per block of pixels. The sums over the

@@ -6,13 +6,14 @@ saturate.
 """
 
 import contextlib
+import copy
 import itertools
 import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
-from typing import Protocol, get_args
+from typing import Protocol, Self, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,7 +40,7 @@ from kinlens.embedder.manifest import FP32, Engine, Mode, OtherPrecision, Precis
 from kinlens.embedder.preprocess import Box, ImageLimits, preprocess
 from kinlens.embedder.sources.files import read_file
 from kinlens.embedder.sources.names import printable
-from kinlens.embedder.types import Embed, Embeddings, Images, Maps
+from kinlens.embedder.types import Embed, Embeddings, Images, Maps, check_dims, first_numbers
 
 MIN_OWN_COSINE: dict[Precision, float] = {"fp32": 0.999, "fp16": 0.999, "bf16": 0.99, "int8": 0.99}
 """Minimum cosine to the golden vectors of the same mode at export. It is lower for int8 and bf16:
@@ -107,6 +108,8 @@ class Vectors(Protocol):
     @property
     def name(self) -> str: ...
     @property
+    def dim(self) -> int: ...
+    @property
     def precision(self) -> str: ...
 
 
@@ -124,6 +127,23 @@ def check_precision(gallery: Vectors, embedder: "ModelFacts") -> None:
             f"{precision}; the export compared each of them with fp32 only. Use {fitting}, or "
             "rebuild the gallery."
         )
+
+
+Facts = TypeVar("Facts", bound="ModelFacts")
+
+
+def fitted(gallery: Vectors, embedder: Facts) -> Facts:
+    """The model for a gallery of its bundle, which may keep the first numbers of each vector.
+
+    Raises: BundleMismatchError if their vectors cannot be compared.
+    """
+    if gallery.dim > embedder.dim:
+        raise BundleMismatchError(
+            f"Gallery {gallery.name!r} has vectors of {gallery.dim} numbers, but its bundle makes "
+            f"{embedder.dim}. Rebuild the gallery: kinlens-index build."
+        )
+    check_precision(gallery, embedder)
+    return embedder.first(gallery.dim)
 
 
 class ModelFacts(Protocol):
@@ -148,6 +168,12 @@ class ModelFacts(Protocol):
 
     def known_images(self) -> list[bytes]:
         """Encoded images with known vectors; never empty."""
+
+    def first(self, n: int) -> Self:
+        """The same model with the first `n` numbers of each vector, normalised.
+
+        Raises: InvalidParameterError above `dim`.
+        """
 
 
 class Embedder(ModelFacts, Protocol):
@@ -205,6 +231,21 @@ class BundleFacts:
         self.has_map = manifest.map is not None
         self._map: Model | None = None
         self._map_opening = threading.Lock()
+        self._whole: Self | None = None
+
+    def first(self, n: int) -> Self:
+        """This model with the first `n` numbers of each vector, normalised: for a gallery that
+        keeps only these. It has no calibration, which is of whole vectors.
+
+        Raises: InvalidParameterError above `dim`.
+        """
+        check_dims(n, self.dim)
+        if n == self.dim:
+            return self
+        short = copy.copy(self)
+        short._whole, short.dim, short.calibration = self, n, None
+        short.no_calibration = f"The gallery keeps the first {n} of {self.dim} numbers."
+        return short
 
     def maps(self, images: Images) -> Maps:
         """uint8 (N, 3, S, S) to the contributions of the positions in fp32, (N, D, h, w).
@@ -213,6 +254,11 @@ class BundleFacts:
 
         Raises: BundleError (no map, corrupt, golden mismatch).
         """
+        if self._whole is not None:
+            parts = self._whole.maps(images)[:, : self.dim]  # (N, n, h, w)
+            norms = np.linalg.norm(parts.sum((2, 3)), axis=1)
+            short: Maps = parts / norms[:, None, None, None]
+            return short
         with self._map_opening:
             if self._map is None:
                 model = load(self.bundle.map_file(), SessionSettings(), FP32)
@@ -308,7 +354,7 @@ class OnnxEmbedder(BundleFacts):
                 f"The model {self.bundle_id[:12]} gave vectors that are not finite numbers. "
                 "Export it again, and compare both exports with `kinlens-train evaluate`."
             )
-        return vectors
+        return first_numbers(vectors, self.dim)
 
     def embed_images(self, contents: Iterable[bytes]) -> Embeddings:
         """Encoded images to float32 (N, D), unit norm. Raises: ImageError."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from kinlens.embedder.errors import InvalidParameterError
 from kinlens.values import AttributeValue
 
 Images = NDArray[np.uint8]
@@ -36,3 +37,21 @@ class Hit:
     key: str
     score: float
     attributes: Mapping[str, AttributeValue] = field(default_factory=dict)
+
+
+def first_numbers(vectors: Embeddings, n: int) -> Embeddings:
+    """The first `n` numbers of vectors (..., D) with unit norm: (..., n)."""
+    if n == vectors.shape[-1]:
+        return vectors
+    cut = vectors[..., :n]
+    norms = np.linalg.norm(cut, axis=-1, keepdims=True)
+    unit: Embeddings = cut / np.maximum(norms, np.finfo(np.float32).tiny)
+    return unit
+
+
+def check_dims(n: int, dim: int) -> None:
+    """Raises: InvalidParameterError unless vectors of `dim` numbers have `n` first ones."""
+    if not 1 <= n <= dim:
+        raise InvalidParameterError(
+            f"dims = {n} is not one of 1 to {dim}, the numbers of a vector of this bundle."
+        )

@@ -80,6 +80,7 @@ class Gallery(GalleryWriter):
         vector_type: VectorType = "fp32",
         source: str = "",
         source_root: Path | str = "",
+        shortened: bool = False,
     ) -> "Gallery":
         """Create an empty gallery in folder `path` and open it; replaces an existing gallery.
 
@@ -92,6 +93,7 @@ class Gallery(GalleryWriter):
             precision=precision,
             vector_type=vector_type,
             dim=dim,
+            shortened=shortened,
             source=source,
             source_root=str(source_root),
         )

@@ -50,7 +50,8 @@ def open_gallery(
 
     Args:
         path: a folder that `kinlens-index build` wrote.
-        bundle: the model for queries. A gallery that was built with another bundle is refused.
+        bundle: the model for queries. A gallery that was built with another bundle is refused. One
+            that was built with `--dims 64` is searched with vectors of `bundle.first(64)`.
         device: "cuda" searches on an NVIDIA GPU and needs `kinlens[gpu]`.
 
     Returns:
@@ -69,7 +70,7 @@ def open_gallery(
     """
     try:
         from kinlens.embedder.errors import GalleryNotFoundError, InvalidParameterError
-        from kinlens.embedder.session import check_precision
+        from kinlens.embedder.session import fitted
         from kinlens.indexer.gallery import Gallery
     except ModuleNotFoundError as missing:
         raise _needs("kinlens.open_gallery", missing) from None
@@ -82,7 +83,7 @@ def open_gallery(
     expected = None if bundle is None else bundle.bundle_id
     gallery = Gallery.open(path, expected_bundle_id=expected, device=device)
     if bundle is not None:
-        check_precision(gallery, bundle)
+        fitted(gallery, bundle)
     return gallery
 
 

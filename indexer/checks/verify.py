@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel
 
 from kinlens.embedder.errors import GalleryCorruptError, ImageError, SourceError
-from kinlens.embedder.session import Embedder, check_precision
+from kinlens.embedder.session import Embedder, fitted
 from kinlens.embedder.types import Embeddings
 from kinlens.indexer.catalog.database import Catalog, catalog_view
 from kinlens.indexer.catalog.entries import normalised, norms_of
@@ -210,7 +210,7 @@ def verify_gallery(
         Gallery.open(path, expected_bundle_id=expected, image_root=settings.image_root)
     ) as gallery:
         if embedder is not None:
-            check_precision(gallery, embedder)
+            embedder = fitted(gallery, embedder)
         ids = sampled(gallery.ids(), settings.sample)
         problems: list[Problem] = []
         checked = 0

@@ -5,6 +5,7 @@ import json
 import re
 import uuid
 from datetime import UTC, datetime
+from operator import not_
 from pathlib import Path
 from typing import Any, Literal
 
@@ -58,7 +59,8 @@ class GalleryManifest(BaseModel, frozen=True, extra="forbid"):
     """The properties of a generation that do not change with its items.
 
     `precision` is the precision of the model that computed the vectors, `vector_type` the type of
-    the stored vectors. Both are omitted for fp32, as in earlier versions.
+    the stored vectors. Both are omitted for fp32, as in earlier versions. `shortened` vectors are
+    the first `dim` numbers of those of the bundle.
     """
 
     schema_version: Literal[2] = 2
@@ -68,6 +70,7 @@ class GalleryManifest(BaseModel, frozen=True, extra="forbid"):
     precision: str = Field(default="fp32", exclude_if=lambda value: value == "fp32")
     vector_type: VectorType = Field(default="fp32", exclude_if=lambda value: value == "fp32")
     dim: int = Field(ge=1)
+    shortened: bool = Field(default=False, exclude_if=not_)
     created_at: str = Field(
         default_factory=lambda: datetime.now(UTC).isoformat(timespec="milliseconds")
     )

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel
 
 from kinlens.embedder.errors import BundleMismatchError, InvalidParameterError, SourceError
-from kinlens.embedder.session import Embedder, check_precision
+from kinlens.embedder.session import Embedder, fitted
 from kinlens.embedder.types import SHORT
 from kinlens.indexer.catalog.entries import Retypable, merged
 from kinlens.indexer.gallery import Gallery
@@ -73,7 +73,7 @@ def add_source(
         InvalidParameterError for an attribute of another type than in the gallery; BundleError;
         GalleryWriteError; GalleryBusyError.
     """
-    check_bundle(gallery, embedder)
+    embedder = fitting(gallery, embedder)
     check_root(gallery, source)
     check_attributes(source, gallery.schema(), Retypable.of(gallery))
     start = perf_counter()
@@ -242,16 +242,17 @@ class UnlistedItems:
             self._gallery.remove_items(ids[start : start + _REMOVAL_BATCH].tolist())
 
 
-def check_bundle(gallery: VectorStore, embedder: Embedder) -> None:
-    """Check that a gallery can take vectors of this model. Raises: BundleMismatchError."""
+def fitting(gallery: VectorStore, embedder: Embedder) -> Embedder:
+    """The model for the vectors that a gallery takes. Raises: BundleMismatchError."""
     if gallery.bundle_id != embedder.bundle_id:
         raise BundleMismatchError(
             f"The gallery was built with bundle {gallery.bundle_id[:SHORT]}, not with "
             f"{embedder.bundle_id[:SHORT]}, and their vectors cannot be compared. Use the first "
             "bundle, or build another gallery."
         )
-    check_precision(gallery, embedder)
+    fit = fitted(gallery, embedder)
     gallery.admit(embedder.mode.precision)
+    return fit
 
 
 def check_root(gallery: VectorStore, source: Source) -> None:

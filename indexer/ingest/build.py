@@ -88,6 +88,7 @@ class BuildSettings:
         name: of the gallery; None for the name of the folder.
         vector_type: number format of the stored vectors.
         bundle: the folder of the model, for the report.
+        dims: keep the first numbers of each vector, normalised; None keeps all.
     """
 
     name: str | None = None
@@ -95,6 +96,7 @@ class BuildSettings:
     index: IndexSettings = field(default_factory=IndexSettings)
     vector_type: VectorType = "fp32"
     bundle: Path | None = None
+    dims: int | None = None
 
 
 def build_gallery(
@@ -118,6 +120,8 @@ def build_gallery(
         InvalidParameterError; BundleError.
     """
     settings = settings or BuildSettings()
+    shortened = settings.dims not in (None, embedder.dim)
+    embedder = embedder.first(settings.dims or embedder.dim)
     folder = GalleryFolder(out)
     name = checked_name(settings.name or name_of(folder.path))
     check_attributes(source, {})
@@ -128,6 +132,7 @@ def build_gallery(
         precision=embedder.mode.precision,
         vector_type=settings.vector_type,
         dim=embedder.dim,
+        shortened=shortened,
         source=source.description,
         source_root=str(source.root),
     )

@@ -191,6 +191,8 @@ class CatchUp(LaterWrites):
         self._settings = settings or EmbedSettings()
         self._folder = GalleryFolder(path)
         super().__init__(Gallery.open(path, load_index=False))
+        if self.gallery.manifest.shortened:  # so is the new one
+            self.embedder = embedder.first(min(self.gallery.dim, embedder.dim))
 
     @property
     def path(self) -> Path:
@@ -333,6 +335,7 @@ def _candidate(path: Path, old: Gallery, embedder: Embedder) -> Gallery:
         precision=embedder.mode.precision,
         vector_type=old.vector_type,
         dim=embedder.dim,
+        shortened=old.manifest.shortened,
         source=old.manifest.source,
         source_root=old.manifest.source_root,
     )

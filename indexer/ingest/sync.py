@@ -40,9 +40,9 @@ from kinlens.indexer.images import ANY_SIZE, inside
 from kinlens.indexer.ingest.add import (
     KEPT,
     Ingest,
-    check_bundle,
     check_image_root,
     check_root,
+    fitting,
     is_stored,
 )
 from kinlens.indexer.ingest.embed import (
@@ -409,8 +409,7 @@ class _Sync:
         if counts["added"] or counts["replaced"] or counts["updated"] or self.names:
             old = self.store.stored([*self.names.values()])
             self.hashes.set_moved([*self.moved, *(item.id for item in old.values())])
-            embedder = open_embedder()
-            check_bundle(self.store, embedder)
+            embedder = fitting(self.store, open_embedder())
             source = replace(self.source, records=self._records)
             work = Ingest(self.store, source, embedder, source.names)
             work.run(self.settings.embed, on_progress)

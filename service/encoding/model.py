@@ -1,5 +1,6 @@
 """The models that are served: one session for each bundle, and the embedding of images."""
 
+import copy
 import threading
 import time
 from collections import deque
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from kinlens.embedder.errors import BundleError, SearchError
 from kinlens.embedder.preprocess import Box
 from kinlens.embedder.session import ModelFacts
-from kinlens.embedder.types import Embed, Embeddings, Images
+from kinlens.embedder.types import Embed, Embeddings, Images, first_numbers
 from kinlens.service.concurrency import BulkKind, SearchThreads, SingleFlight, in_thread
 from kinlens.service.encoding.cache import (
     Cache,
@@ -145,7 +146,8 @@ class Model:
         batch_size: int,
         on_batch: Callable[[int], None],
     ) -> None:
-        self.embedder = facts = backend.facts
+        self.embedder = self._facts = facts = backend.facts
+        self._whole: Model | None = None
         self.bundle_id = facts.bundle_id
         self.dim = facts.dim
         self.provider = facts.provider
@@ -156,12 +158,30 @@ class Model:
         self._search_threads = search_threads
         self._on_batch = on_batch
         self._key = embedding_keys(facts.bundle_id, facts.mode)
-        self._decode_vector = partial(decode_vector, dim=facts.dim)
         self._reference_image = facts.known_images()[0]
         self.reference_vector: Vector
         self._batcher: Batcher | None = None
         if backend.embed is not None:
             self._batcher = Batcher(backend.embed, batch_size, on_batch)
+
+    def first(self, n: int) -> "Model":
+        """This model for a gallery of the first `n` numbers of each vector; it shares the workers,
+        and the cache of whole vectors.
+        """
+        if n == self.dim:
+            return self
+        short = copy.copy(self)
+        short._whole = self
+        short.embedder = facts = self.embedder.first(n)
+        short.dim, short.calibration = n, facts.calibration
+        short.no_calibration = facts.no_calibration
+        short.reference_vector = first_numbers(self.reference_vector, n)
+        return short
+
+    @property
+    def whole(self) -> "Model":
+        """The model of whole vectors."""
+        return self._whole or self
 
     async def warm_up(self) -> None:
         """Embed a known image, whose vector (D,) is `reference_vector` from then on.
@@ -178,7 +198,11 @@ class Model:
 
     def lookup(self, view: View) -> Lookup[Vector]:
         """The cache lookup for the vector of `view`."""
-        return Lookup("embedding", self._key(view.digest, view.box), self._decode_vector)
+
+        def vector_of(payload: bytes) -> Vector:
+            return first_numbers(decode_vector(payload, self._facts.dim), self.dim)
+
+        return Lookup("embedding", self._key(view.digest, view.box), vector_of)
 
     def decode(self, view: View) -> NDArray[np.uint8]:
         """The pixels (3, S, S) of `view`.
@@ -199,7 +223,7 @@ class Model:
         vectors, stages = self._computed(views, guard)
         for view, vector in zip(views, vectors, strict=True):
             self._cache.set(self._key(view.digest, view.box), encode_vector(vector))
-        return vectors, stages
+        return first_numbers(vectors, self.dim), stages
 
     async def encode(self, data: bytes, digest: str, kind: BulkKind = "write") -> Vector:
         """The vector (D,) of the image `data` with sha256 `digest`, as a bulk call of this `kind`.
@@ -248,7 +272,7 @@ class Model:
         return vectors, Stages(decode_ms, total_ms - decode_ms)
 
     def _embed(self, view: View) -> tuple[Vector, float]:
-        facts = self.embedder
+        facts = self._facts
         answer = self.workers.embed(
             view.data, facts.preprocessing, facts.limits, view.box, facts.dim
         )

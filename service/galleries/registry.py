@@ -36,7 +36,7 @@ from kinlens.embedder.errors import (
     KinlensError,
     OverloadedError,
 )
-from kinlens.embedder.session import ModelFacts, check_precision
+from kinlens.embedder.session import fitted
 from kinlens.indexer.galleries import MilvusStore
 from kinlens.indexer.gallery import Gallery as IndexedGallery
 from kinlens.quality.calibration import Calibrated
@@ -338,7 +338,7 @@ class Registry:
     def model(self) -> Model:
         """The model of the caller's first gallery; if it has none, any running model."""
         first = self._first()
-        return self._models.running()[0] if first is None else first.model
+        return self._models.running()[0] if first is None else first.model.whole
 
     def names(self) -> list[str]:
         """The names of the caller's galleries; the first is the default."""
@@ -472,7 +472,7 @@ class Registry:
                     f"Gallery {location.name!r} cannot be served. {error} Or rebuild the gallery: "
                     "kinlens-index build."
                 ) from None
-            _check_fits(location, gallery, facts)
+            fitted(gallery, facts)
             if stamp is not None:
                 self._stamps[location.name] = stamp
         except KinlensError as error:
@@ -664,7 +664,8 @@ class Registry:
             raise GalleryBusyError("The calibration was cancelled: the service is stopping.")
 
     def _make_served(self, location: GalleryLocation, gallery: Opened, model: Model) -> Served:
-        return Served(gallery, model, location, lambda: self._close(location, gallery))
+        fitting = model.first(gallery.dim)
+        return Served(gallery, fitting, location, lambda: self._close(location, gallery))
 
     def _serve(self, location: GalleryLocation, gallery: Opened, model: Model) -> None:
         """Serve a gallery from the next lease on, in place of the old one of this name."""
@@ -806,23 +807,13 @@ def _examine(served: Served, on_progress: Callable[[int], None]) -> None:
     served.examine_at = ended if fitted else ended + _PAUSE * (ended - begun)
 
 
-def _check_fits(location: GalleryLocation, gallery: Opened, model: ModelFacts) -> None:
-    """Check that a model makes vectors like those of a gallery. Raises: BundleMismatchError."""
-    if gallery.dim != model.dim:
-        raise BundleMismatchError(
-            f"Gallery {location.name!r} has vectors of dimension {gallery.dim}, but its bundle "
-            f"makes {model.dim}. Rebuild the gallery: kinlens-index build."
-        )
-    check_precision(gallery, model)
-
-
 def _check_searches(location: GalleryLocation, gallery: Opened, model: Model) -> None:
     """Check that a gallery can be searched before it is served.
 
     Raises: GalleryError, InvalidParameterError.
     """
-    _check_fits(location, gallery, model.embedder)
-    _, is_searchable = probe(gallery, model)
+    fitted(gallery, model.embedder)
+    _, is_searchable = probe(gallery, model.first(gallery.dim))
     if not is_searchable:
         raise GalleryCorruptError(
             f"Gallery {location.name!r} has {gallery.size:,} items, but a search found none of "

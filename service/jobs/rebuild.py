@@ -19,7 +19,7 @@ from kinlens.embedder.durable import make_folder, rename, staged, sync_tree
 from kinlens.embedder.engines.models import SessionSettings
 from kinlens.embedder.errors import GalleryError, JobConflictError, SourceError
 from kinlens.embedder.seen import Seen
-from kinlens.embedder.session import OnnxEmbedder
+from kinlens.embedder.session import OnnxEmbedder, fitted
 from kinlens.embedder.sources.tables import class_in
 from kinlens.golden import Interval
 from kinlens.indexer.galleries import KEEP_REMOVED_S, copy_bytes, current_manifest
@@ -356,7 +356,8 @@ def _judged_by_golden(
             why = "the models may have been trained on all of it"
         return _noted(otherwise, f"The golden set was not used: {why}.")
     old = opened(plan.old_bundle, plan.session)
-    before = GoldenResults.of(follower.gallery, queries, embedded(golden, queries, old))
+    fit = fitted(follower.gallery, old)
+    before = GoldenResults.of(follower.gallery, queries, embedded(golden, queries, fit))
     vectors = embedded(golden, queries, follower.embedder)
     after = GoldenResults.of(new, queries, vectors)
     try:

@@ -13,6 +13,7 @@ from kinlens.embedder.errors import (
     BundleCorruptError,
     BundleError,
     GoldenMismatchError,
+    InvalidParameterError,
     ProviderError,
     SourceError,
     UnsupportedFormatError,
@@ -51,6 +52,23 @@ def test_vectors_are_those_of_the_model(embedder: OnnxEmbedder) -> None:
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
     assert vectors.dtype == np.float32
     assert embedder.dim == TINY_DIM
+
+
+def test_a_short_model_gives_the_first_numbers_normalised_and_no_calibration(
+    tiny_bundle: Bundle, tmp_path: Path
+) -> None:
+    embedder = OnnxEmbedder.open(write_full_bundle(tiny_bundle, tmp_path))
+    images, short = random_images(3), embedder.first(3)
+    whole = embedder.embed(images)
+    expected = whole[:, :3] / np.linalg.norm(whole[:, :3], axis=1, keepdims=True)
+    np.testing.assert_allclose(short.embed(images), expected, atol=1e-6)
+    assert (short.dim, short.first(3), short.bundle_id) == (3, short, embedder.bundle_id)
+    assert embedder.calibration is not None
+    assert short.calibration is None
+    assert short.no_calibration == f"The gallery keeps the first 3 of {TINY_DIM} numbers."
+    for n in (0, TINY_DIM + 1):
+        with pytest.raises(InvalidParameterError, match=f"dims = {n} is not one of 1 to"):
+            embedder.first(n)
 
 
 def test_a_file_that_cannot_be_embedded_is_named(embedder: OnnxEmbedder, tmp_path: Path) -> None:

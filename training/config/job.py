@@ -54,7 +54,7 @@ class Loss(Section):
     name: str
     matryoshka: tuple[Count, ...] = ()
     """The loss is the mean over the whole embeddings and their first n numbers, for each n here. So
-    a gallery may keep the first n."""
+    a gallery may keep the first n, `kinlens-index build --dims`."""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:

@@ -11,7 +11,7 @@ from PIL import Image
 
 from kinlens.client import Client
 from kinlens.embedder.fake import FakeEmbedder
-from tests.support.shops import Shop, assert_problem, make_gallery, start_shop
+from tests.support.shops import Shop, assert_problem, make_gallery, publish_photos, start_shop
 from tests.tiny import encoded, photo
 
 SIDE = 32
@@ -111,6 +111,32 @@ def test_what_cannot_be_explained_is_refused_with_a_cure(shop, client, photos, t
     for answer, status, words in refused:
         assert answer.status_code == status, answer.text
         assert words in answer.json()["detail"]
+
+
+def test_a_short_gallery_is_served_beside_a_whole_one(tmp_path, photos, closes) -> None:
+    embedder = FakeEmbedder(dim=256, size_px=SIDE)
+    short = embedder.first(16)
+    folder = tmp_path / "short"
+    publish_photos(folder, short, [*photos.values()])
+    settings = {"galleries": (f"short={folder}",), "anonymous_scopes": ("admin",)}
+    shop = closes(start_shop(tmp_path / "state", embedder, **settings))
+    assert (shop.gallery("short")["dim"], shop.gallery()["dim"]) == (16, 256)
+    pixels = [short.preprocess(data) for data in photos.values()]
+    cosines = short.embed(np.stack(pixels)) @ short.embed(pixels[1][None])[0]
+    shop.put({"a": photos["1.png"], "b": photos["2.png"]}, gallery="short")
+    shop.put({"a": photos["1.png"], "b": photos["2.png"]})
+    with Client(shop.running.url) as client:
+        scores = {
+            hit.key: hit.score for hit in client.search(photos["1.png"], gallery="short").hits
+        }
+        assert [scores[f"{n}.png"] for n in range(len(pixels))] == pytest.approx(cosines, abs=1e-5)
+        for gallery in ("short", "shop"):
+            hits = client.search(photos["1.png"], gallery=gallery).hits
+            assert hits[0].score == pytest.approx(1, abs=1e-5)
+            hit = next(one for one in hits if one.key == "b")
+            found = client.explain(gallery, hit.id, photos["1.png"])
+            assert np.sum(found.hit) == pytest.approx(found.score, abs=1e-4)
+            assert found.score == pytest.approx(hit.score, abs=1e-4)
 
 
 def test_an_item_without_image_or_map_cannot_be_explained(tmp_path, photos, closes) -> None:

@@ -50,6 +50,10 @@ class Checkpoint:
     trunk_alone: bool = False
     sources: dict[str, str] = field(default_factory=dict)
 
+    def weights(self) -> Mapping[str, Tensor]:
+        """The state of the network to evaluate and export: the average if there is one."""
+        return self.net if self.average is None else Average.weights(self.average)
+
     def network(self) -> tuple[Job, EmbeddingNet]:
         """The job and its network (with `trunk_alone` its first trunk), evaluating on the CPU."""
         job = parse_job(self.job, origin="the job in the checkpoint")
@@ -60,10 +64,7 @@ class Checkpoint:
             head = "projection.linear" if job.model.hidden else "projection"
             changes["dim"] = len(self.net[f"{head}.weight"])
         net = EmbeddingNet(job.model.model_copy(update=changes), job.regularizers.with_flow)
-        if self.average is None:
-            net.load_state_dict(self.net)
-        else:
-            net.load_state_dict(Average.weights(self.average))
+        net.load_state_dict(self.weights())
         return job, (net.without_head() if self.trunk_alone else net).eval()
 
 
@@ -151,7 +152,7 @@ def load_chosen(folder: Path) -> Checkpoint:
     last = load_checkpoint(folder)
     if (folder / BEST).exists():
         return load_checkpoint(folder / BEST)
-    if last.job["protocol"].get("choose_by") == "folds":
+    if last.job["protocol"].get("choose_by") in ("alpha", "folds"):
         raise CheckpointError(
             f"The run in {folder} is not finished, so its model is not chosen yet. Run the command "
             "that began it again, `fit` with --resume."

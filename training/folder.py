@@ -22,7 +22,7 @@ FREE = frozenset(("name", "description", "licence", "runtime", "data.root"))
 
 
 def is_begun(folder: Path) -> bool:
-    return (folder / "checkpoint.pt").exists() or any(folder.glob("fold-*"))
+    return (folder / "checkpoint.pt").exists()
 
 
 @contextmanager
@@ -55,7 +55,7 @@ class Result:
     `figures` are measured on the test classes ({} if the protocol never tests), `validation` on the
     validation classes. `trunk` has both for the model that the run began with (`began_with`), with
     a prefix for validation classes. `verdict` states whether the model is better than that,
-    `choice` what folds chose and why, `model` in words what the model is. `seconds_per_epoch` is
+    `choice` why nothing was trained, `model` in words what the model is. `seconds_per_epoch` is
     the median, without evaluation.
     """
 

@@ -11,23 +11,18 @@ import numpy as np
 from kinlens.embedder.bundle import SEEN
 from kinlens.embedder.errors import JobError
 from kinlens.embedder.seen import Seen
-from kinlens.training.checkpoint import (
-    FILE,
-    Checkpoint,
-    load_checkpoint,
-    load_chosen,
-)
+from kinlens.training.checkpoint import FILE, Checkpoint, load_chosen
 from kinlens.training.config.job import Job
 from kinlens.training.data.records import Split
 from kinlens.training.device import choose_device, tuned
 from kinlens.training.distributed import is_main, wait_for_all
-from kinlens.training.evaluation.choice import WITHOUT_FOLDS, Train, choose, too_few, write_chosen
+from kinlens.training.evaluation.choice import too_few, write_chosen
 from kinlens.training.evaluation.evaluate import evaluate
 from kinlens.training.folder import RESULT, Result, exclusive, is_begun, replace_json, replacing
 from kinlens.training.report.notices import MAY_HAVE_SEEN, did_it_help, verdict_of
 from kinlens.training.report.page import write_report
-from kinlens.training.start import continues_model, may_have_seen, seen_before
-from kinlens.training.state import OF_TERMS, RESUMABLE, VALIDATION, Row, on_validation, require_same
+from kinlens.training.start import may_have_seen, seen_before
+from kinlens.training.state import OF_TERMS, VALIDATION, Row, on_validation
 from kinlens.training.trainer import Listener, fit
 
 _PACKAGES = ("torch", "torchvision", "numpy", "pillow")
@@ -41,32 +36,16 @@ def run_job(job: Job, split: Split, folder: Path, listener: Listener) -> Result:
 
 
 def _run(job: Job, split: Split, folder: Path, listener: Listener) -> Result:
-    on_folds = job.protocol.choose_by == "folds"
-    why_not = too_few(split) if on_folds else ""
-
-    if (folder / FILE).exists():  # before the folds; `min_steps` may have raised the epochs
-        free = RESUMABLE | {"optimizer.epochs"}
-        require_same(load_checkpoint(folder), job, split, folder / FILE, free)
-
+    on_line = job.protocol.choose_by == "alpha"
+    why_not = too_few(split) if on_line else ""
+    trains = not why_not and not (on_line and job.protocol.alpha == 0)
+    if why_not:
+        listener.note(why_not)
     _record_seen(job, split, folder)
-
-    def train(one: Job, part: Split, run_folder: Path, trains: bool = True) -> list[Row]:
-        run_folder.mkdir(parents=True, exist_ok=True)
-        return fit(one, part, run_folder, listener, (run_folder / FILE).exists(), trains)
-
-    def train_fold(one: Job, part: Split, run_folder: Path) -> None:
-        listener.note(f"fold {(one.protocol.fold or 0) + 1} of {one.protocol.folds}")
-        train(one, part, run_folder)
-
     with tuned(choose_device(job.runtime)):
-        alpha, reason = None, why_not
-        if on_folds and not why_not:
-            alpha, reason = _alpha(job, split, folder, train_fold)
-        if reason:
-            listener.note(reason)
-        history = train(job, split, folder, trains=not why_not)
-        if is_main() and on_folds:
-            write_chosen(folder, alpha)
+        history = fit(job, split, folder, listener, (folder / FILE).exists(), trains)
+        if is_main() and on_line:
+            write_chosen(folder, None if why_not else job.protocol.alpha)
         wait_for_all()
         chosen = load_chosen(folder)
         figures = _test(job, split, chosen, history)
@@ -81,7 +60,7 @@ def _run(job: Job, split: Split, folder: Path, listener: Listener) -> Result:
         trunk=chosen.trunk,
         began_with=chosen.began_with,
         versions={package: version(package) for package in _PACKAGES},
-        choice=reason,
+        choice=why_not,
         model=_model(job, chosen, bool(why_not)),
     )
     verdicts = [] if why_not or chosen.trunk_alone else [verdict_of(result, folder)]
@@ -115,16 +94,6 @@ def seen_in(folder: Path) -> Seen | None:
     return Seen.load(folder / SEEN) if (folder / SEEN).is_file() else None
 
 
-def _alpha(job: Job, split: Split, folder: Path, train: Train) -> tuple[float | None, str]:
-    """The point between start and last epoch, None for the trunk, and why."""
-    if continues_model(job):
-        return job.protocol.alpha, WITHOUT_FOLDS.format(job.protocol.alpha)
-    choice = choose(job, split, folder, train)
-    if is_main():
-        replace_json(folder / "choice.json", asdict(choice))
-    return choice.alpha, choice.sentence()
-
-
 def _model(job: Job, chosen: Checkpoint, is_start: bool) -> str:
     if chosen.trunk_alone:
         return "the trunk itself"
@@ -146,7 +115,7 @@ def _test(job: Job, split: Split, chosen: Checkpoint, history: list[Row]) -> Row
     if job.protocol.evaluate_test == "never":
         return {}
     row = history[-1] if history else {}
-    is_last = chosen.epoch == len(history) and job.protocol.choose_by != "folds"
+    is_last = chosen.epoch == len(history) and job.protocol.choose_by != "alpha"
     if is_last and all(f"R@{k}" in row for k in job.recall_at):
         return {name: value for name, value in row.items() if not name.startswith(_OF_TRAINING)}
     _, net = chosen.network()

@@ -89,13 +89,6 @@ class Run:
         """The network to evaluate and export: the average of the weights if there is one."""
         return self.net if self.average is None else self.average.net
 
-    @property
-    def compares_with_start(self) -> bool:
-        """Whether the folds compare the trained network with the one at step 0."""
-        protocol = self.job.protocol
-        is_fold = protocol.fold is not None and protocol.choose_by == "last"
-        return protocol.choose_by == "folds" or is_fold
-
     def checkpoint(self, split: Split) -> Checkpoint:
         return Checkpoint(
             job=self.job.as_dict(),

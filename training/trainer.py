@@ -172,7 +172,7 @@ class _Training:
         if run.average is not None:
             run.average = Average(run.net, run.average.decay)
         run.start, _ = measured(embedded)
-        if run.compares_with_start:
+        if job.protocol.choose_by == "alpha":
             self.save(START)
         if job.start.projection != "random" or trained:
             self._choose(run.start)

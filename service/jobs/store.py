@@ -78,8 +78,8 @@ class JobFolders:
 
     @property
     def can_resume(self) -> bool:
-        """Whether a training can resume from finished epochs or folds."""
-        return (self.run / "checkpoint.pt").is_file() or any(self.run.glob("fold-*"))
+        """Whether a training can resume from finished epochs."""
+        return (self.run / "checkpoint.pt").is_file()
 
     def drop_images(self) -> None:
         """Remove the copied images, unless a training can resume with them."""

@@ -68,8 +68,6 @@ def train_gallery(context: Context) -> None:
     shutil.rmtree(folders.feedback, ignore_errors=True)
     for checkpoint in run.glob("*.pt"):
         checkpoint.unlink()
-    for fold in run.glob("fold-*"):
-        shutil.rmtree(fold, ignore_errors=True)
     folders.drop_images()
 
 
@@ -102,7 +100,7 @@ def _fit(context: Context, params: TrainParams) -> None:
 
     def report_epoch() -> None:
         nonlocal reported
-        epoch, total = _epochs_of(run)
+        epoch, total = _epochs_in(run)
         if total and epoch > reported:
             reported = epoch
             part = _PREPARED + (_TRAINED - _PREPARED) * epoch / total
@@ -219,20 +217,6 @@ def _folder_name(value: Scalar) -> str:
     """A name that depends on the value alone, so each training splits the classes alike."""
     word = re.sub(r"[^A-Za-z0-9]+", "-", str(value))[:40].strip("-") or "class"
     return f"{word}-{hashlib.sha256(repr(value).encode()).hexdigest()[:12]}"
-
-
-def _epochs_of(run: Path) -> tuple[int, int]:
-    """Finished and total epochs of a run with its folds; the total is 0 until it is known."""
-    folds = sorted(run.glob("fold-*"))
-    found = [_epochs_in(folder) for folder in (*folds, run)]
-    planned = max(
-        (_json(fold / "job.json").get("protocol", {}).get("folds") or 0 for fold in folds),
-        default=0,
-    )
-    totals = [total for _, total in found if total]
-    if not totals:
-        return 0, 0
-    return sum(done for done, _ in found), max(sum(totals), (planned + 1) * totals[0])
 
 
 def _epochs_in(run: Path) -> tuple[int, int]:

@@ -48,7 +48,6 @@ ADAPT = {
     "input.test_px": 32,
     "optimizer.min_steps": 4,
     "optimizer.batch_size": 8,
-    "protocol.folds": 2,
     "runtime.workers": 0,
     "runtime.device": "cpu",
 }

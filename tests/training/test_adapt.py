@@ -1,4 +1,4 @@
-"""A head on a frozen trunk, what is kept of its features, and which model is chosen on folds."""
+"""A head on a frozen trunk, what is kept of its features, and which model is chosen."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from kinlens.embedder.bundle import Bundle
-from kinlens.embedder.errors import CheckpointError, JobError
+from kinlens.embedder.errors import CheckpointError
 from kinlens.training.__main__ import app
 from kinlens.training.bundles.bundle import export_checkpoint
 from kinlens.training.checkpoint import BEST, START, load_checkpoint, load_chosen
@@ -22,7 +22,7 @@ from kinlens.training.config.settings import Input, Runtime
 from kinlens.training.data.features import FeatureStore, pooled_views
 from kinlens.training.data.load import load_split
 from kinlens.training.data.records import Split
-from kinlens.training.evaluation.choice import ALPHAS, between, choose, name_of
+from kinlens.training.evaluation.choice import between
 from kinlens.training.folder import replace_json
 from kinlens.training.models.embedding import EmbeddingNet
 from kinlens.training.models.from_bundle import new_network
@@ -38,12 +38,12 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def head_job(root: Path, weights: Path, products: int = 8, **tables: dict[str, object]) -> Job:
-    """A head on the frozen trunk of the small job, from a whitening, chosen on two folds."""
+    """A head on the frozen trunk of the small job, from a whitening."""
     content = small_job(root, regularized=False, weights=weights, epochs=4, lr_head=1e-2).as_dict()
     content["data"]["products"] = products
     content["model"] |= {"frozen_trunk": True, "views": 2}
     content["start"] = {"projection": "within_class", "proxies": "class_means"}
-    content["protocol"] = {"choose_by": "folds", "folds": 2, "evaluate_test": "end"}
+    content["protocol"] = {"choose_by": "alpha", "evaluate_test": "end"}
     for name, table in tables.items():
         content[name] |= table
     return parse_job(content)
@@ -121,7 +121,7 @@ def test_the_store_of_features_forgets_what_came_first(tmp_path: Path) -> None:
 
 
 def test_a_stopped_head_resumes_as_if_never_stopped(tmp_path: Path, weights: Path) -> None:
-    job = head_job(tmp_path / "products", weights, protocol={"choose_by": "last", "folds": None})
+    job = head_job(tmp_path / "products", weights, protocol={"choose_by": "last"})
     split = load_split(job.data)
     for name in ("whole", "stopped"):
         (tmp_path / name).mkdir()
@@ -132,84 +132,31 @@ def test_a_stopped_head_resumes_as_if_never_stopped(tmp_path: Path, weights: Pat
     assert [row["loss"] for row in rest] == [row["loss"] for row in whole]
 
 
-def test_a_training_that_harms_is_not_what_is_exported(tmp_path: Path, weights: Path) -> None:
-    harmful = {"lr_head": 30.0, "epochs": 6}
-    job = head_job(tmp_path / "products", weights, 32, optimizer=harmful)
+def test_the_model_is_a_point_between_start_and_last_epoch(tmp_path: Path, weights: Path) -> None:
+    job, folder = head_job(tmp_path / "products", weights), tmp_path / "run"
     same = {"split_sha256": load_split(job.data).sha256(), "job": small_job(tmp_path).as_dict()}
     known = {"figures": {"R@1": 99.6, "MAP@R": 98.7}, "validation": {}, "best_epoch": 1}
-    result = {**same, **known, "chosen_by": "last", "seconds_per_epoch": 1.0}
-    replace_json(tmp_path / "other" / "result.json", result)
+    result = {**same, **known, "chosen_by": "folds", "seconds_per_epoch": 1.0}
+    replace_json(tmp_path / "other" / "result.json", result)  # of version 0.2
     replace_json(tmp_path / "elsewhere" / "result.json", result | {"split_sha256": "f00"})
     replace_json(tmp_path / "broken" / "result.json", [])
-    _, listener = ran(job, tmp_path / "run")
-    found = json.loads((tmp_path / "run" / "choice.json").read_text())
-    assert found["recall"]["1"] < found["recall"]["trunk"]
-    assert found["alpha"] != 1.0
-    assert load_chosen(tmp_path / "run").trunk_alone == (found["alpha"] is None)
-    assert sum("2 folds of the train classes" in sentence for sentence in listener.sentences) == 2
-    report = (tmp_path / "run" / "report.md").read_text()
-    assert "2 folds of the train classes" in report
-    first, second = (x for x in report.splitlines() if "| a trained" in x or "| the trunk" in x)
+    _, listener = ran(job, folder)
+    report = (folder / "report.md").read_text()
+    first, second = (x for x in report.splitlines() if "| a trained" in x)
     assert first == "| [other](../other/report.md) | a trained network | 99.6 | 98.7 |"
-    kept = "the trunk itself" if found["alpha"] is None else "a trained head"
-    assert second.startswith(f"| **run** | {kept} |")
-    assert not list((tmp_path / "run").glob("fold-*/*.pt"))
-    files = tmp_path / "run" / START, tmp_path / "run"
-    start, last = (load_checkpoint(file).network()[1].state_dict() for file in files)
-    name = "projection.weight"
-    mixed, before, after = (between(start, last, alpha)[name] for alpha in (0.25, 0.0, 1.0))
-    torch.testing.assert_close(mixed, 0.75 * before + 0.25 * after)
-    assert torch.equal(before, start[name])
-    assert torch.equal(after, last[name])
-
-
-@pytest.mark.parametrize(("hits", "alpha"), [(9, 0.25), (40, 0.75), (0, 0.25)])
-def test_folds_change_the_model_only_beyond_chance(
-    tmp_path: Path, weights: Path, hits: int, alpha: float
-) -> None:
-    """Of 40 held-out classes the candidate 0.75 finds `hits`, the others 8."""
-    job = head_job(tmp_path / "products", weights)
-    split = load_split(job.data)
-    ranks = {name: [int(i % 5 > 0) for i in range(40)] for name in ("trunk", *map(name_of, ALPHAS))}
-    ranks["0.75"] = [int(i >= hits) for i in range(40)]
-    line = {
-        "classes": [f"class {i}" for i in range(40)],
-        "ranks": ranks,
-        "precisions": {name: [0.5] * 40 for name in ranks},
-    }
-
-    def finish(fold: Job, part: Split, folder: Path) -> None:
-        identity = {"job": fold.as_dict(), "split_sha256": part.learnt_sha256()}
-        replace_json(folder / "line.json", identity | line)
-        raise KeyboardInterrupt
-
-    for _ in range(2):
-        with pytest.raises(KeyboardInterrupt):
-            choose(job, split, tmp_path / "run", finish)
-    choice = choose(job, split, tmp_path / "run", finish)
-    assert choice.alpha == alpha
-    assert choice.recall["0.75"] == 100 * hits / 40
-    assert ("kept alpha 0.25" in choice.sentence()) == (alpha == 0.25)
-
-
-def test_finished_folds_are_not_trained_with_other_settings(tmp_path: Path, weights: Path) -> None:
-    job, folder = head_job(tmp_path / "products", weights), tmp_path / "run"
-    ran(job, folder)
-    lines = {path: path.read_bytes() for path in folder.glob("fold-*/line.json")}
+    assert second.startswith("| **run** | a trained head |")
+    name, files = "projection.weight", (folder / START, folder, folder / BEST)
+    start, last, chosen = (load_checkpoint(file).network()[1].state_dict() for file in files)
+    torch.testing.assert_close(chosen[name], 0.75 * start[name] + 0.25 * last[name])
+    assert torch.equal(between(start, last, 0.0)[name], start[name])
+    assert torch.equal(between(start, last, 1.0)[name], last[name])
     other = head_job(tmp_path / "products", weights, optimizer={"lr_head": 1e-3})
     with pytest.raises(CheckpointError, match=r"lr_head = 0.01, now 0.001"):
         ran(other, folder)
-    kept = (folder / "checkpoint.pt").rename(tmp_path / "kept.pt")
-    with pytest.raises(JobError, match=r"fold-00 is finished, with other settings: .*lr_head"):
-        ran(other, folder)
-    kept.rename(folder / "checkpoint.pt")
-    assert lines == {path: path.read_bytes() for path in folder.glob("fold-*/line.json")}
-    assert json.loads((folder / "choice.json").read_text())["alpha"] == 0.25
-    before = load_checkpoint(folder / BEST).net["projection.weight"]
     again = head_job(tmp_path / "products", weights, protocol={"alpha": 1.0})
     _, listener = ran(again.model_copy(update={"recall_at": (1, 2)}), folder)
     assert listener.steps == []
-    assert load_chosen(folder).network()[1].projection.weight.ne(before).any()
+    torch.testing.assert_close(load_chosen(folder).network()[1].state_dict()[name], last[name])
 
 
 def test_a_shop_too_small_to_choose_gets_the_trunk(tmp_path: Path, weights: Path) -> None:
@@ -267,7 +214,7 @@ def test_a_run_that_trains_nothing_leaves_the_folder_of_the_user_as_it_was(
     earlier.parent.mkdir(parents=True)
     earlier.write_text("of another run")
     failing = mock.Mock(side_effect=KeyboardInterrupt)
-    monkeypatch.setattr("kinlens.training.runner.choose", failing)
+    monkeypatch.setattr("kinlens.training.runner.fit", failing)
     for _ in range(2):
         command = adapt_command(shop, tmp_path / "bundle", run, weights)
         assert CliRunner().invoke(app, command).exit_code == 130
@@ -289,14 +236,13 @@ def test_one_command_makes_a_bundle_and_goes_on_where_it_was_stopped(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("kinlens.training.runner.choose", stopped)
+        patch.setattr("kinlens.training.runner.fit", stopped)
         assert CliRunner().invoke(app, command).exit_code == 130
     assert not run.exists(), "nothing was trained"
     with monkeypatch.context() as patch:
         patch.setattr("kinlens.training.runner.write_chosen", stopped)
         begun = CliRunner().invoke(app, [*command, "--verbose"])
     assert begun.exit_code != 0
-    assert "fold 1 of 2" in begun.output
     with pytest.raises(CheckpointError, match="is not finished"):
         load_chosen(run)
     done = CliRunner().invoke(app, command)
@@ -309,7 +255,6 @@ def test_one_command_makes_a_bundle_and_goes_on_where_it_was_stopped(
     assert all(line in output for output in (begun.output, done.output))
     assert (run / "skipped.txt").read_text().startswith(f"{damaged.relative_to(shop)}: The file is")
     report = (run / "report.md").read_text(encoding="utf-8")
-    assert "2 folds of the train classes" in report
     assert "- 1 unreadable images are skipped; `skipped.txt` lists all" in report
     bundle = Bundle.open(out)
     assert bundle.manifest.map is not None

@@ -161,15 +161,16 @@ def test_a_bundle_without_a_job_is_evaluated_on_images(trunk: Bundle, tmp_path: 
     assert f"R@1 {with_interval(found['R@1'], 12)}" in listed
 
 
-def test_a_run_that_continues_a_bundle_has_no_folds(bundle: Bundle, tmp_path: Path) -> None:
-    """The bundle was trained on their held-out classes, so they would always prefer it."""
+def test_a_job_of_folds_gives_the_point_between_bundle_and_last_epoch(
+    bundle: Bundle, tmp_path: Path
+) -> None:
+    """Jobs of earlier versions chose by folds; a run that continued a bundle never had any."""
     content = job_from(bundle, dim="auto").as_dict()
     content["protocol"] = {"choose_by": "folds", "folds": 2, "alpha": 0.5}
     content["data"] |= {"root": str(tmp_path / "products"), "products": 10}
     job, folder = parse_job(content), tmp_path / "run"
-    result = run_job(job, load_split(job.data), folder, Silent())
-    assert result.choice.startswith("The model is alpha 0.5")
-    assert not list(folder.glob("fold-*"))
+    assert (job.protocol.choose_by, job.protocol.folds) == ("alpha", None)
+    run_job(job, load_split(job.data), folder, Silent())
     checkpoints = load_checkpoint(folder / START), load_checkpoint(folder), load_chosen(folder)
     before, after, found = (one.network()[1].state_dict() for one in checkpoints)
     for name, value in between(before, after, 0.5).items():

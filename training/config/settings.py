@@ -4,7 +4,9 @@ The site shows the docstrings as the page "Settings of a job". The options of a 
 its constructor, see kinlens.training.losses.table.
 """
 
+import logging
 import math
+from functools import cache
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
@@ -328,6 +330,11 @@ def rate(settings: Optimizer, step: int, steps_per_epoch: int) -> float:
     return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
+@cache
+def _say_once(sentence: str) -> None:
+    logging.getLogger(__name__).warning(sentence)
+
+
 CHOOSE_BY_TEST = "--choose-by-test"
 """Flag that every command requires to train a job whose test classes choose the model."""
 
@@ -340,30 +347,31 @@ class Protocol(Section):
     validation_seed: int = Field(0, ge=0)
     """Seed of the choice of validation classes or folds."""
     folds: int | None = Field(None, ge=2)
-    """Number of folds of the train classes."""
+    """Number of folds of the train classes; a cross validation sets it."""
     fold: int | None = Field(None, ge=0)
     """Hold out this fold, counted from 0, instead of a fraction; a cross validation sets it."""
     alpha: float = Field(0.25, ge=0, le=1, multiple_of=0.25)
-    """Under `folds`: the model is this point between the start (0) and the last epoch (1). A run
-    that continues a bundle has no folds."""
-    choose_by: Literal["last", "validation", "folds", "test"] = "last"
+    """Under `choose_by = "alpha"`: the model is this point between the start (0) and the last epoch
+    (1). At 0 nothing is trained."""
+    choose_by: Literal["last", "validation", "alpha", "test"] = "last"
     """The model that a run keeps. `last`: the last epoch. `validation`: the epoch with the best R@1
-    on validation classes. `folds`: a point between start and last epoch, `alpha`; if trainings on
-    folds show that another point or the trunk itself is better, that one. `test`: the epoch with
+    on validation classes. `alpha`: a point between start and last epoch. `test`: the epoch with
     the best R@1 on test classes, which makes its test recall too high and needs the flag
     `--choose-by-test`."""
     evaluate_test: Literal["never", "end", "every"] = "every"
     """Evaluate test classes never, at the end of the run, or after every evaluated epoch."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_folds(cls, content: Any) -> Any:
+        """Jobs of versions 0.1 and 0.2 may choose by folds, which could replace `alpha`."""
+        if isinstance(content, dict) and content.get("choose_by") == "folds":
+            _say_once('protocol.choose_by = "folds" is read as "alpha": no folds are trained.')
+            return {**content, "choose_by": "alpha", "folds": None}
+        return content
+
     @model_validator(mode="after")
     def _check(self) -> "Protocol":
-        on_folds = self.choose_by == "folds"
-        if on_folds and (self.folds is None or self.fold is not None or self.validation_fraction):
-            raise ValueError(
-                'choose_by = "folds" needs folds = 2 or more, no fold and validation_fraction = 0, '
-                f"not folds = {self.folds}, fold = {self.fold}, validation_fraction = "
-                f"{self.validation_fraction:g}"
-            )
         if self.fold is not None and self.fold >= (self.folds or 0):
             raise ValueError(f"fold = {self.fold} is not one of 0 .. {self.folds} - 1")
         if self.choose_by == "validation" and self.validation_fraction == 0 and self.fold is None:

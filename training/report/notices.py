@@ -13,8 +13,10 @@ from kinlens.training.state import VALIDATION, Row
 
 CHOSEN_BY = {
     "last": "the model of a run is its last epoch; no epoch was chosen by its test recall",
+    "alpha": "the model of a run is a point between its start and its last epoch; test classes "
+    "chose nothing",
     "folds": "the model of a run is a point between its start and its last epoch, or the trunk "
-    "itself; test classes chose nothing",
+    "itself; test classes chose nothing",  # of versions 0.1 and 0.2
     "validation": "the model of a run is the epoch with the best R@1 on validation classes; test "
     "classes chose nothing",
     "test": "**CHOSEN BY TEST**: the model of a run is the epoch with the best R@1 on the test "

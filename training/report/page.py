@@ -94,11 +94,11 @@ def _facts(job: Job, split: Split, history: Rows, result: Result) -> list[str]:
             else []
         ),
         f"- split sha256: `{split.sha256()[:16]}`",
-        f"- training time: {minutes:.1f} minutes, without folds and evaluation, on "
+        f"- training time: {minutes:.1f} minutes, without evaluation, on "
         f"{platform.machine()}, {world()} process(es), {torch.get_num_threads()} threads, "
         f"torch {torch.__version__}",
         f"- {CHOSEN_BY[result.chosen_by]}"
-        + ("" if result.chosen_by == "folds" else f"; here epoch {result.best_epoch}"),
+        + ("" if result.chosen_by in ("alpha", "folds") else f"; here epoch {result.best_epoch}"),
     ]
 
 

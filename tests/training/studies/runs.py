@@ -32,7 +32,7 @@ def some_split(train: int = 20, test: int = 5, per_class: int = 3) -> Split:
 
 
 SHOP: dict[str, Any] = {
-    "protocol": {"choose_by": "folds", "folds": 2},
+    "protocol": {"choose_by": "alpha"},
     "runtime": {"eval_every_epochs": 0},
 }
 """Settings of the job `shop` that a study replaces."""

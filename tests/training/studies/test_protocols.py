@@ -77,7 +77,6 @@ def test_too_few_classes_or_images_are_refused_with_what_would_do() -> None:
         ({"protocol": {"choose_by": "validation"}}, "validation_fraction = 0.1"),
         ({"protocol": {"choose_by": "test", "evaluate_test": "end"}}, 'evaluate_test = "every"'),
         ({"protocol": {"choose_by": "luck"}}, "protocol.choose_by"),
-        ({"protocol": {"choose_by": "folds"}}, "needs folds = 2 or more"),
         ({"protocol": HELD_OUT, "recall_at": [2]}, "R@1 chooses the model"),
         ({"protocol": HELD_OUT, "runtime": {"eval_every_epochs": 0}}, "compares epochs"),
         ({"start": {"proxies": "class_means"}, "loss": {"name": "triplet"}}, "has no proxies"),

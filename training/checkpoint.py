@@ -50,7 +50,7 @@ class Checkpoint:
     trunk_alone: bool = False
     sources: dict[str, str] = field(default_factory=dict)
 
-    def weights(self) -> Mapping[str, Tensor]:
+    def weights(self) -> dict[str, Tensor]:
         """The state of the network to evaluate and export: the average if there is one."""
         return self.net if self.average is None else Average.weights(self.average)
 

@@ -16,12 +16,20 @@ from kinlens.training.config.job import Job
 from kinlens.training.data.records import Split
 from kinlens.training.device import choose_device, tuned
 from kinlens.training.distributed import is_main, wait_for_all
-from kinlens.training.evaluation.choice import too_few, write_chosen
+from kinlens.training.evaluation.choice import write_chosen
 from kinlens.training.evaluation.evaluate import evaluate
-from kinlens.training.folder import RESULT, Result, exclusive, is_begun, replace_json, replacing
+from kinlens.training.folder import (
+    RESULT,
+    UNTRAINED,
+    Result,
+    exclusive,
+    is_begun,
+    replace_json,
+    replacing,
+)
 from kinlens.training.report.notices import MAY_HAVE_SEEN, did_it_help, verdict_of
 from kinlens.training.report.page import write_report
-from kinlens.training.start import may_have_seen, seen_before
+from kinlens.training.start import NOT_PROVEN, may_have_seen, seen_before, too_few
 from kinlens.training.state import OF_TERMS, VALIDATION, Row, on_validation
 from kinlens.training.trainer import Listener, fit
 
@@ -39,8 +47,6 @@ def _run(job: Job, split: Split, folder: Path, listener: Listener) -> Result:
     on_line = job.protocol.choose_by == "alpha"
     why_not = too_few(split) if on_line else ""
     trains = not why_not and not (on_line and job.protocol.alpha == 0)
-    if why_not:
-        listener.note(why_not)
     _record_seen(job, split, folder)
     with tuned(choose_device(job.runtime)):
         history = fit(job, split, folder, listener, (folder / FILE).exists(), trains)
@@ -48,6 +54,10 @@ def _run(job: Job, split: Split, folder: Path, listener: Listener) -> Result:
             write_chosen(folder, None if why_not else job.protocol.alpha)
         wait_for_all()
         chosen = load_chosen(folder)
+        if chosen.trunk_alone:
+            why_not = why_not or NOT_PROVEN
+        if why_not:
+            listener.note(why_not)
         figures = _test(job, split, chosen, history)
     result = Result(
         job=job.as_dict(),
@@ -61,7 +71,7 @@ def _run(job: Job, split: Split, folder: Path, listener: Listener) -> Result:
         began_with=chosen.began_with,
         versions={package: version(package) for package in _PACKAGES},
         choice=why_not,
-        model=_model(job, chosen, bool(why_not)),
+        model=_model(job, chosen, not trains),
     )
     verdicts = [] if why_not or chosen.trunk_alone else [verdict_of(result, folder)]
     if may_have_seen(job, split):
@@ -98,7 +108,7 @@ def _model(job: Job, chosen: Checkpoint, is_start: bool) -> str:
     if chosen.trunk_alone:
         return "the trunk itself"
     if is_start:
-        return "the bundle that it continued"
+        return "a whitened trunk" if chosen.began_with == UNTRAINED else chosen.began_with
     return "a trained head" if job.model.frozen_trunk else "a trained network"
 
 
@@ -115,9 +125,10 @@ def _test(job: Job, split: Split, chosen: Checkpoint, history: list[Row]) -> Row
     if job.protocol.evaluate_test == "never":
         return {}
     row = history[-1] if history else {}
-    is_last = chosen.epoch == len(history) and job.protocol.choose_by != "alpha"
+    on_line = job.protocol.choose_by == "alpha"
+    is_last = chosen.epoch == len(history) and not on_line
     if is_last and all(f"R@{k}" in row for k in job.recall_at):
         return {name: value for name, value in row.items() if not name.startswith(_OF_TRAINING)}
     _, net = chosen.network()
     net = net.to(choose_device(job.runtime))
-    return evaluate(net, split.tested, job, full=True, before=chosen.trunk_ranks.get(""))
+    return evaluate(net, split.tested, job, full=not on_line, before=chosen.trunk_ranks.get(""))

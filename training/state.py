@@ -43,7 +43,7 @@ RESUMABLE = frozenset(
 
 _PROGRESS = (
     "epoch", "step", "history", "evaluated", "best_epoch", "best_score", "trunk",
-    "trunk_ranks", "start", "began_with",
+    "trunk_ranks", "start", "began_with", "trunk_alone",
 )  # fmt: skip
 """Fields that a run and its checkpoint share."""
 
@@ -58,7 +58,7 @@ class Run:
 
     `evaluated` is the last evaluated epoch. `trunk` and `start` are the figures before the first
     step, of the trunk alone and of the network; `trunk_ranks` are the ranks of the trunk for each
-    query, by prefix, to compare later models.
+    query, by prefix, to compare later models. With `trunk_alone` the trunk is the model.
     """
 
     job: Job
@@ -76,6 +76,7 @@ class Run:
     trunk_ranks: dict[str, Tensor] = field(default_factory=dict)
     start: Row = field(default_factory=dict)
     began_with: str = UNTRAINED
+    trunk_alone: bool = False
     average: Average | None = None
     saved_at: float = -math.inf
     sources: dict[str, str] = field(init=False)

@@ -62,8 +62,8 @@ def fit(
     Before the first step the trunk alone is measured on the held-out classes. The model of the run
     is the last epoch, in `checkpoint.pt`, unless the job's protocol chooses the best one, which is
     then in `best.pt`. With `resume` the run continues from its last checkpoint; on a CPU the result
-    is bit for bit the same as without a stop. If `trains` is False, the run ends before the first
-    step. Returns a row of figures per epoch. Raises: TrainingError.
+    is bit for bit the same as without a stop. If `trains` is False or the start is the trunk alone,
+    the run ends before the first step. Returns a row of figures per epoch. Raises: TrainingError.
     """
     torch.manual_seed(job.seed)  # NumPy and Python draw from generators of their own
     images = split.to_learn()
@@ -77,13 +77,13 @@ def fit(
     log = RunLog(folder, job.runtime.tensorboard, run.step) if is_main() else None
     training = _Training(run, split, folder, log, listener, order.batch_size)
     training.write_inputs()
-    for sentence in notices.before(job, len(order)):
+    for sentence in notices.before(job, len(order)) if trains else ():
         listener.note(sentence)
     try:
         if not resume:
             training.begin()
         training.finish_epoch()
-        if not trains:
+        if run.trunk_alone or not trains:
             training.save(FILE)
             return run.history
         loader = _loader(run, images, order, listener)
@@ -171,7 +171,7 @@ class _Training:
         start_from_trunk(run, self.split.to_learn())
         if run.average is not None:
             run.average = Average(run.net, run.average.decay)
-        run.start, _ = measured(embedded)
+        run.start = run.trunk if run.trunk_alone else measured(embedded)[0]
         if job.protocol.choose_by == "alpha":
             self.save(START)
         if job.start.projection != "random" or trained:

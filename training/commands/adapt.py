@@ -24,9 +24,9 @@ from kinlens.training.commands.jobs import (
 from kinlens.training.report.log import console_listener, note
 
 if TYPE_CHECKING:
-    from kinlens.embedder.manifest import BundleManifest
     from kinlens.training.config.job import Job
     from kinlens.training.data.records import Split
+    from kinlens.training.folder import Result
 
 _STAMP = "adapt.json"
 
@@ -53,7 +53,8 @@ def adapt(
 ) -> None:
     """Adapt a pretrained network to your images in about a minute, and export the bundle.
 
-    Half of your products are learnt and the others test the result. Products with one photo are
+    Half of your products are learnt and the others test the result. If what is learnt is not proven
+    to help other products, the bundle is the network as it is. Products with one photo are
     omitted. Run the same command again to resume. With --verbose it prints all figures.
 
     Examples:
@@ -105,7 +106,7 @@ def adapt(
     contents += [content_digest(start).hex()] if start.is_file() else []
     digest = hashlib.sha256(repr((settings(job.as_dict()), contents)).encode()).hexdigest()
     folder = run or Path("runs") / f"adapt-{name}-{digest[:8]}"
-    _train(job, split, folder, digest, verbose)
+    result = _train(job, split, folder, digest, verbose)
     bundle = export_checkpoint(
         load_chosen(folder),
         split,
@@ -117,7 +118,7 @@ def adapt(
     )
     if verbose:
         describe(bundle)
-    note(_outcome(bundle.manifest))
+    note(_outcome(result))
     note(f"Report: {folder / 'report.md'}")
     note(f"Bundle {bundle.bundle_id[:12]}: {out}")
     words = ["kinlens-index", "build", str(data if data.is_dir() else data.parent)]
@@ -128,8 +129,8 @@ def adapt(
     note(f"Next: {shlex.join(words)}")
 
 
-def _train(job: "Job", split: "Split", folder: Path, digest: str, verbose: bool) -> None:
-    """Train in the run folder of this `digest`, unless it is finished. Raises: KinlensError."""
+def _train(job: "Job", split: "Split", folder: Path, digest: str, verbose: bool) -> "Result":
+    """Run in the run folder of this `digest`, unless it is finished. Raises: KinlensError."""
     from kinlens.embedder.bundle import SEEN
     from kinlens.training.folder import LOCK, finished_result, stamp
     from kinlens.training.runner import run_job
@@ -144,12 +145,12 @@ def _train(job: "Job", split: "Split", folder: Path, digest: str, verbose: bool)
             f"{folder} belongs to other images or settings. Give another --run, or "
             "delete that folder."
         ) from error
-    if finished_result(job, folder) is not None:
-        return
+    if (result := finished_result(job, folder)) is not None:
+        return result
     resume_it = "Run the same command again to resume."
     try:
         with stoppable(resume_it), console_listener(verbose, brief=not verbose) as listener:
-            run_job(job, split, folder, listener)
+            return run_job(job, split, folder, listener)
     except BaseException:
         if not any(folder.rglob("*.pt")):  # computed features are in the cache
             if is_new:
@@ -161,12 +162,13 @@ def _train(job: "Job", split: "Split", folder: Path, digest: str, verbose: bool)
         raise
 
 
-def _outcome(manifest: "BundleManifest") -> str:
+def _outcome(result: "Result") -> str:
     """How often the right product is found first, in the words of a shop."""
-    if manifest.baseline is None or not manifest.recall:
-        return "The network is used as it is: there are too few products to learn from and test on."
-    after, before = manifest.recall["R@1"], manifest.baseline.recall["R@1"]
+    after, before = result.figures.get("R@1", 0.0), result.trunk.get("R@1", 0.0)
+    changed = f"({before:.0f} before)"
+    if result.choice:  # why the trunk is left alone
+        changed = "with the network as it is: what was learnt is not proven to help other products"
     return (
         f"For {after:.0f} of 100 photos of products that were not learnt, the first answer is "
-        f"right ({before:.0f} before)"
+        f"right {changed}"
     )

@@ -152,10 +152,11 @@ class Model(Section):
 class Start(Section):
     """Initial values of the projection and the proxies, before the first step."""
 
-    projection: Literal["random", "trunk", "within_class"] = "random"
+    projection: Literal["random", "trunk", "within_class", "proven"] = "random"
     """`random` follows each paper. `trunk` uses the principal directions of the trunk's features on
     training images. `within_class` shrinks directions in which images of one class differ, which
-    helps with few classes."""
+    helps with few classes. `proven` is that if it helps train classes that it was not estimated on,
+    beyond chance. Otherwise nothing is trained, and the model is the trunk itself."""
     proxies: Literal["random", "class_means"] = "random"
     """`class_means` starts each proxy at the mean embedding of its class."""
     images: int = Field(10_000, ge=2)

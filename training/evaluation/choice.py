@@ -15,32 +15,14 @@ import torch
 from torch import Tensor
 
 from kinlens.training.checkpoint import BEST, START, load_checkpoint, save_checkpoint
-from kinlens.training.data.records import Split
 from kinlens.training.folder import UNTRAINED
 from kinlens.training.models.weights import State
-
-FEWEST_CLASSES = 4
-"""Minimum number of train classes. A shop that tests on half of its classes has 8."""
-
-
-def too_few(split: Split) -> str:
-    """Why nothing can be learnt from these classes; "" if something can."""
-    found = split.train.classes
-    if found >= FEWEST_CLASSES:
-        return ""
-    whole = found + split.test.classes
-    return (
-        f"There are {whole} classes, {found} of them to train on: too few to learn from, which "
-        f"needs {FEWEST_CLASSES} ({2 * FEWEST_CLASSES} classes in all, half of them to test on). "
-        "So nothing is trained: the model is the trunk itself or, with a trained bundle as "
-        "model.weights, that model."
-    )
 
 
 def write_chosen(folder: Path, alpha: float | None) -> None:
     """Write the model at `alpha` as the chosen one; None is what the run began with."""
     start, last = load_checkpoint(folder / START), load_checkpoint(folder)
-    trunk_alone = alpha is None and last.began_with == UNTRAINED
+    trunk_alone = start.trunk_alone or (alpha is None and last.began_with == UNTRAINED)
     weights = between(start.weights(), last.weights(), alpha or 0.0)  # the trunk of the start
     save_checkpoint(
         folder / BEST, replace(last, net=weights, average=None, trunk_alone=trunk_alone)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -189,16 +190,22 @@ def gain(
         return {}
     answered = (after >= 0).numpy()
     change = ((after == 0).long() - (before == 0).long()).numpy()[answered]
-    _, numbers = np.unique(labels[answered], return_inverse=True)
-    sizes, sums = np.bincount(numbers), np.bincount(numbers, change)
-    classes, mean = len(sizes), change.mean()
+    mean, error, classes = mean_by_class(change, labels[answered])
     if classes < 2:
         return {}
-    spread = np.sqrt(classes / (classes - 1) * ((sums - mean * sizes) ** 2).sum()) / len(change)
     from scipy import special  # here, since its import takes a second
 
-    half = special.stdtrit(classes - 1, 1 - 0.025 / comparisons) * spread
-    return dict(zip(GAIN, (100 * float(mean - half), 100 * float(mean + half)), strict=True))
+    half = float(special.stdtrit(classes - 1, 1 - 0.025 / comparisons)) * error
+    return dict(zip(GAIN, (100 * (mean - half), 100 * (mean + half)), strict=True))
+
+
+def mean_by_class(values: NDArray[Any], labels: Labels) -> tuple[float, float, int]:
+    """The mean of values (N,), its standard error s in `gain` (0 for one class), and G."""
+    _, numbers = np.unique(labels, return_inverse=True)
+    sizes, sums = np.bincount(numbers), np.bincount(numbers, values)
+    classes, mean = len(sizes), float(values.mean())
+    variance = classes / max(classes - 1, 1) * ((sums - mean * sizes) ** 2).sum()
+    return mean, float(np.sqrt(variance)) / len(values), classes
 
 
 def queries_in(images: LabelledImages, gallery: LabelledImages | None = None) -> int:

@@ -12,7 +12,6 @@ from starlette.types import Lifespan
 from kinlens import __version__
 from kinlens.embedder.session import Embedder
 from kinlens.service.api import (
-    access,
     duplicates,
     feedback,
     golden,
@@ -101,7 +100,6 @@ def create_app(
         duplicates.router,
         images.router,
         jobs.router,
-        access.router,
         operations.router,
         _pages(assets, settings.admin_link),
         openapi_routes(app, assets),

@@ -11,7 +11,6 @@ from typing import TypeVar
 import structlog
 
 from kinlens.embedder.errors import GalleryNotFoundError
-from kinlens.embedder.preprocess import ImageLimits
 from kinlens.embedder.session import Embedder, ModelFacts
 from kinlens.indexer.gallery import Gallery as IndexedGallery
 from kinlens.service.access.audit import AuditLog
@@ -45,7 +44,6 @@ _WRITERS_PER_GALLERY = 2  # a catalogue has one writer at a time; the other prep
 _STATE_THREADS = 4  # each file of the state folder uses one at a time
 _CLOSE_S = 5.0  # of each part, at the end
 _BODY_READERS = 2  # parsing holds the GIL, so more threads would only slow down searches
-_FILES_PER_SEARCH = 16  # a page of results requests this number of images at once; each is short
 
 
 class Runtime:
@@ -93,7 +91,7 @@ class Runtime:
             limit_s,
             settings.no_match_prior,
         )
-        self.renditions = _create_renditions(settings, self.search_threads, self.models)
+        self.renditions = Renditions(settings, self.search_threads, self.models)
         self.missing_images = Repeats()
         self.keys = open_keys(state)
         self.audit = None if state is None else AuditLog(state)
@@ -254,21 +252,8 @@ def _log_sandbox(layers: Sequence[Layer]) -> None:
         log.info("decoder sandbox", layers=holding(layers))
 
 
-def _create_renditions(
-    settings: Settings, search_threads: SearchThreads, models: Models
-) -> Renditions:
-    at_once = max(1, settings.search_threads // 2)
-    waiting = _FILES_PER_SEARCH * settings.queue_size
-    limit_s = settings.request_timeout_ms / 1e3
-
-    def render(data: bytes, limits: ImageLimits, side_px: int) -> bytes:
-        return models.workers()[0].render(data, limits, side_px)
-
-    return Renditions(search_threads, render, settings.image_limits(), at_once, waiting, limit_s)
-
-
 def _create_pools(settings: Settings) -> dict[str, BoundedPool]:
-    waiting = _FILES_PER_SEARCH * settings.queue_size
+    waiting = settings.waiting_files()
     overdue_s = settings.request_timeout_ms / 1e3
     return {
         "body": BoundedPool("body", _BODY_READERS, settings.queue_size),

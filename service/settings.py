@@ -18,7 +18,7 @@ from kinlens.embedder.preprocess import ImageLimits
 from kinlens.indexer.types import GALLERY_NAME, MILVUS, Consistency, milvus_address, seconds_of
 from kinlens.models import FeedbackMode, Scope
 from kinlens.quality.calibration import DEFAULT_PRIOR
-from kinlens.service.access.prefix import check_prefix
+from kinlens.service.access.links import check_prefix
 from kinlens.service.access.rates import parse_network, parse_rates
 from kinlens.service.cards import check_product_url
 from kinlens.service.redis import check_url
@@ -430,6 +430,12 @@ class Settings(BaseSettings):
     def searched_on(self) -> Literal["cpu", "cuda"]:
         """The device for searches; by default the device of the model."""
         return self.index_device or self.device
+
+    def waiting_files(self) -> int:
+        """Number of reads of files that may be queued: a page of results requests many images at
+        once, and each is short.
+        """
+        return 16 * self.queue_size
 
     def image_limits(self) -> ImageLimits:
         """The limits of uploaded images."""

@@ -25,14 +25,14 @@ from kinlens.models import (
 )
 from kinlens.quality.calibration import Calibrated
 from kinlens.service.access.audit import note
-from kinlens.service.access.prefix import public_path
-from kinlens.service.galleries.feedback import forget
-from kinlens.service.galleries.locations import (
+from kinlens.service.access.links import (
     VERSION_DIGITS,
     VERSION_PATTERN,
     VERSION_TEXT,
-    Gallery,
+    public_path,
 )
+from kinlens.service.galleries.feedback import forget
+from kinlens.service.galleries.locations import Gallery
 from kinlens.service.galleries.registry import Served
 from kinlens.service.http.openapi import problems
 from kinlens.service.http.rules import Route, rule

@@ -35,6 +35,7 @@ from kinlens.models import (
     RestoreAnswer,
 )
 from kinlens.service.access.audit import note
+from kinlens.service.access.links import image_link
 from kinlens.service.access.rates import account_of
 from kinlens.service.api import requests
 from kinlens.service.api.galleries import (
@@ -50,7 +51,6 @@ from kinlens.service.api.galleries import (
 )
 from kinlens.service.api.requests import Strict, where_of
 from kinlens.service.galleries.items import Changed, ItemOutcome, NewItem, Status
-from kinlens.service.galleries.links import image_link
 from kinlens.service.galleries.locations import Gallery
 from kinlens.service.http import bodies
 from kinlens.service.http.bodies import FORM, JSON, checked, read_model

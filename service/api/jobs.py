@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Field
 from kinlens.embedder import errors
 from kinlens.models import JobLog, JobModel, JobOptions, Jobs, JobState
 from kinlens.service.access.audit import note
-from kinlens.service.access.prefix import public_path
+from kinlens.service.access.links import public_path
 from kinlens.service.api.galleries import STATE_FAILURES, Service
 from kinlens.service.http.openapi import problems
 from kinlens.service.http.rules import Route, rule

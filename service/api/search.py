@@ -14,6 +14,7 @@ from pydantic_core import to_json
 
 from kinlens import models
 from kinlens.embedder import errors
+from kinlens.service.access.links import with_links
 from kinlens.service.api import requests
 from kinlens.service.api.galleries import (
     FAILURES,
@@ -26,7 +27,6 @@ from kinlens.service.api.galleries import (
 from kinlens.service.api.images import original
 from kinlens.service.api.requests import SearchFields, SearchRequest, Strict
 from kinlens.service.galleries.feedback import FeedbackStore, Question
-from kinlens.service.galleries.links import with_links
 from kinlens.service.http.bodies import FORM, IMAGE, JSON, RAW, while_connected
 from kinlens.service.http.openapi import body_docs, inlined, problems
 from kinlens.service.http.rules import RequestRoute, Route, rule

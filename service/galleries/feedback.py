@@ -27,7 +27,7 @@ from typing import NamedTuple, get_args
 from kinlens.embedder.durable import make_folder, write_whole
 from kinlens.embedder.errors import InvalidParameterError, StateError, StateMissingError
 from kinlens.models import Action
-from kinlens.service.galleries.locations import VERSION_DIGITS
+from kinlens.service.access.links import VERSION_DIGITS
 from kinlens.service.settings import Settings
 
 ACTIONS: tuple[Action, ...] = get_args(Action)

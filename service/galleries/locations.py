@@ -22,12 +22,6 @@ from kinlens.service.galleries.uploads import SharedUploads
 from kinlens.service.galleries.view import GalleryView
 from kinlens.service.settings import Settings, is_followed, split_gallery, split_named
 
-VERSION_DIGITS = 12
-"""Hex digits of a generation in links."""
-
-VERSION_PATTERN = rf"^[0-9a-f]{{{VERSION_DIGITS},64}}$"
-VERSION_TEXT = "The gallery generation that the item id is from; default: the served one."
-
 _NO_GALLERIES: dict[str, tuple[str, ...]] = {"galleries": (), "image_roots": (), "pictures": ()}
 
 Stamp = tuple[object, ...]

@@ -42,6 +42,7 @@ from kinlens.indexer.gallery import Gallery as IndexedGallery
 from kinlens.quality.calibration import Calibrated
 from kinlens.quality.calibrator import Calibrator
 from kinlens.service.access.keys import Binding, of_caller
+from kinlens.service.access.links import VERSION_DIGITS
 from kinlens.service.concurrency import (
     BoundedPool,
     DaemonThreads,
@@ -53,7 +54,6 @@ from kinlens.service.concurrency import (
 )
 from kinlens.service.encoding.model import Model, Models
 from kinlens.service.galleries.locations import (
-    VERSION_DIGITS,
     Gallery,
     GalleryLocation,
     Locations,
@@ -439,18 +439,20 @@ class Registry:
             await asyncio.wait((self._begin_reading(location),))
 
     def _get(self, name: str | None) -> Served:
-        served = self._first() if name is None else self._served.get(name)
-        if served is not None and of_caller().permits(served.name):
-            return served
         if name is None:
+            if (first := self._first()) is not None:
+                return first
             raise GalleryNotFoundError(
                 "This service has no gallery yet. Make one with POST /galleries, or start the "
                 "service with --gallery."
             )
-        raise GalleryNotFoundError(
-            f"gallery = {name[:_SHOWN_NAME]!r} is unknown. Known are: "
-            f"{', '.join(self.names()) or 'none'}."
-        )
+        served = self._served.get(name)
+        if served is None or not of_caller().permits(name):
+            raise GalleryNotFoundError(
+                f"gallery = {name[:_SHOWN_NAME]!r} is unknown. Known are: "
+                f"{', '.join(self.names()) or 'none'}."
+            )
+        return served
 
     def _first(self) -> Served | None:
         """The default gallery of the caller."""

@@ -13,10 +13,12 @@ from kinlens.embedder.errors import (
     ItemNotFoundError,
     OverloadedError,
 )
-from kinlens.embedder.preprocess import MAX_SIDE_PX, ImageLimits
+from kinlens.embedder.preprocess import MAX_SIDE_PX
 from kinlens.indexer.images import ANY_SIZE
 from kinlens.service.concurrency import SearchThreads, SingleFlight, within
 from kinlens.service.encoding.cache import LruCache
+from kinlens.service.encoding.model import Models
+from kinlens.service.settings import Settings
 
 SIDES_PX = (160, 320, 480, 640)
 """Longest sides of the available thumbnails."""
@@ -29,29 +31,19 @@ _PAUSE_S = 30.0
 class Renditions:
     """Renders and caches JPEGs; to be used in the thread of the event loop.
 
-    At most `at_once` are rendered at the same time, so decoding processes stay free for searches.
+    At most half of the search threads render at the same time, so others stay free for searches.
     """
 
-    def __init__(
-        self,
-        search_threads: SearchThreads,
-        render: Callable[[bytes, ImageLimits, int], bytes],
-        limits: ImageLimits,
-        at_once: int,
-        waiting: int,
-        limit_s: float,
-    ) -> None:
-        """`render` makes a JPEG of at most some number of pixels a side, and may block. `limits`
-        are those of uploads, except for bytes: the file is already stored. `waiting` is the number
-        of calls that may be queued.
-        """
+    def __init__(self, settings: Settings, search_threads: SearchThreads, models: Models) -> None:
         self._search_threads = search_threads
-        self._to_jpeg = render
-        self._limits = replace(limits, max_bytes=ANY_SIZE.max_bytes)
+        self._models = models
+        # The limits of uploads except for bytes: the file is already stored.
+        self._limits = replace(settings.image_limits(), max_bytes=ANY_SIZE.max_bytes)
+        at_once = max(1, settings.search_threads // 2)
         self._slots = asyncio.Semaphore(at_once)
-        self._max_calls = at_once + waiting
+        self._max_calls = at_once + settings.waiting_files()
         self._calls = 0
-        self._limit_s = limit_s
+        self._limit_s = settings.request_timeout_ms / 1e3
         self._cache = LruCache(_CACHED, _CACHED_BYTES)
         self._costly: dict[str, float] = {}  # until when each is refused, to spare the processes
         self._flights: SingleFlight[bytes] = SingleFlight()
@@ -84,7 +76,8 @@ class Renditions:
         try:
             async with self._slots:
                 data = await read()
-                to_jpeg = partial(self._to_jpeg, data, self._limits, side_px)
+                workers = self._models.workers()[0]
+                to_jpeg = partial(workers.render, data, self._limits, side_px)
                 jpeg = await self._search_threads.run(to_jpeg, bulk=True)
         except ImageCostError as error:
             now = time.monotonic()

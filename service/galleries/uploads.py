@@ -297,7 +297,7 @@ class SharedUploads:
         """Raises: EngineUnavailableError if the address is unknown or needs a package."""
         self._address = address
         self._limit_s = limit_s
-        self._files = _files_at(address)
+        self._files, self._root = _files_at(address)
         self._threads = DaemonThreads("upload files", _AT_ONCE)
 
     def read(self, sha256: str) -> bytes:
@@ -306,7 +306,7 @@ class SharedUploads:
         Raises: ImageMissingError, GalleryCorruptError, EngineUnavailableError.
         """
         try:
-            return _intact(sha256, self._call("read", self._files.read, sha256))
+            return _intact(sha256, self._call("read", self._files.cat_file, self._path(sha256)))
         except FileNotFoundError as error:
             raise _missing() from error
 
@@ -332,7 +332,7 @@ class SharedUploads:
             for sha256 in set(contents) - set(in_use(contents)):
                 with contextlib.suppress(ItemNotFoundError, FileNotFoundError):
                     data = self.read(sha256)
-                    self._call("removed", self._files.remove, sha256)
+                    self._call("removed", self._files.rm_file, self._path(sha256))
                     if in_use([sha256]):
                         self._write(sha256, data)
         except KinlensError as error:
@@ -340,14 +340,26 @@ class SharedUploads:
 
     def _complete(self, contents: Mapping[str, bytes]) -> None:
         for sha256, data in contents.items():
-            if not self._call("looked up", self._files.has, sha256):
+            if not self._call("looked up", self._files.isfile, self._path(sha256)):
                 self._write(sha256, data)
 
     def _write(self, sha256: str, data: bytes) -> None:
         try:
-            self._call("written", self._files.write, sha256, data)
+            self._call("written", self._write_file, self._path(sha256), data)
         except EngineUnavailableError as error:
             raise GalleryWriteError(str(error)) from error
+
+    def _write_file(self, path: str, data: bytes) -> None:
+        if "file" in self._files.protocol:
+            # An object store writes atomically, but fsspec writes a local file in place.
+            make_folder(Path(path).parent, "upload")
+            write_whole(Path(path), data, "upload")
+        else:
+            self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
+            self._files.pipe_file(path, data)
+
+    def _path(self, sha256: str) -> str:
+        return f"{self._root}/{_name(sha256)}"
 
     def _call(self, what: str, work: Callable[P, T], *given: P.args, **options: P.kwargs) -> T:
         """Run `work` in another thread, since not every store client has a timeout of its own."""
@@ -372,34 +384,8 @@ class SharedUploads:
         )
 
 
-class _Store:
-    """Files by sha256 in a file system of fsspec; `read` and `remove` raise FileNotFoundError."""
-
-    def __init__(self, files: Any, root: str) -> None:
-        self._files = files
-        self._root = root.rstrip("/")
-
-    def has(self, sha256: str) -> bool:
-        return bool(self._files.isfile(f"{self._root}/{_name(sha256)}"))
-
-    def read(self, sha256: str) -> bytes:
-        return bytes(self._files.cat_file(f"{self._root}/{_name(sha256)}"))
-
-    def write(self, sha256: str, data: bytes) -> None:
-        path = f"{self._root}/{_name(sha256)}"
-        if "file" in self._files.protocol:
-            # An object store writes atomically, but fsspec writes a local file in place.
-            make_folder(Path(path).parent, "upload")
-            write_whole(Path(path), data, "upload")
-        else:
-            self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
-            self._files.pipe_file(path, data)
-
-    def remove(self, sha256: str) -> None:
-        self._files.rm_file(f"{self._root}/{_name(sha256)}")
-
-
-def _files_at(address: str) -> _Store:
+def _files_at(address: str) -> tuple[Any, str]:
+    """The file system of an address, and the path there. Raises: EngineUnavailableError."""
     try:
         import fsspec
 
@@ -410,4 +396,4 @@ def _files_at(address: str) -> _Store:
             f"Images at {address} cannot be reached: {error}. Check the address, and install "
             "the package for its protocol: pip install 'kinlens[milvus,s3]' for s3://."
         ) from error
-    return _Store(files, str(root))
+    return files, str(root).rstrip("/")

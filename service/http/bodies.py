@@ -61,12 +61,12 @@ _SHOWN = 80
 _MAX_FAULTS = 20
 
 
-def limit_of(settings: Settings, kind: BodyKind, media_type: str) -> int:
+def _limit_of(settings: Settings, kind: BodyKind, *, is_json: bool) -> int:
     """The limit in bytes of a body; a search with JSON can contain several images."""
-    if kind == "batch" or (kind == "image" and _is_json(media_type)):
+    if kind == "batch" or (kind == "image" and is_json):
         return settings.max_batch_bytes + FORM_BYTES
     image_bytes = settings.max_upload_bytes + FORM_BYTES
-    if kind == "image" or (kind == "form_image" and not _is_json(media_type)):
+    if kind == "image" or (kind == "form_image" and not is_json):
         return image_bytes
     return min(_KEYS_BYTES if kind == "keys" else _PLAIN_BYTES, image_bytes)
 
@@ -123,8 +123,9 @@ class _Body:
         self._coding = _coding(scope)
         self._inflater: Any = None  # zlib does not export its type
         self._pending = b""
-        self._media_type = media_type_of(scope)
-        self._is_start_of_json = _is_json(self._media_type)
+        media_type = media_type_of(scope)
+        self._is_json = media_type == JSON or media_type.endswith("+json")
+        self._is_at_start = True
 
     async def receive(self) -> Message:
         """The next message for the route. Raises: RefusedError."""
@@ -188,7 +189,7 @@ class _Body:
 
     def _begin(self) -> None:
         kind: BodyKind = self._scope["state"]["route"].rule.body
-        self._max_bytes = limit_of(self._settings, kind, self._media_type)
+        self._max_bytes = _limit_of(self._settings, kind, is_json=self._is_json)
         if self._coding not in ("", *_CODINGS):
             raise RefusedError(
                 problems.UNSUPPORTED_MEDIA,
@@ -215,8 +216,7 @@ class _Body:
         self._held.count += size
 
     def _refuse_size(self, size: str) -> NoReturn:
-        is_json = _is_json(self._media_type)
-        cure = "Split the request" if is_json else "Resize or compress the image"
+        cure = "Split the request" if self._is_json else "Resize or compress the image"
         raise RefusedError(
             problems.BODY_TOO_LARGE,
             f"The request body has {size}; the limit is {self._max_bytes:,}. {cure}.",
@@ -224,11 +224,11 @@ class _Body:
 
     async def _unmarked(self) -> Message:
         message = await self._inflated()
-        while self._is_start_of_json and message.get("more_body") and len(message["body"]) < 3:
+        is_start, self._is_at_start = self._is_at_start and self._is_json, False
+        while is_start and message.get("more_body") and len(message["body"]) < 3:
             more = await self._inflated()
             message = {**more, "body": message["body"] + more.get("body", b"")}
-        if self._is_start_of_json:
-            self._is_start_of_json = False
+        if is_start:
             start = message.get("body", b"")
             if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in start[:2]:
                 raise RefusedError(
@@ -342,10 +342,6 @@ def header(scope: Scope, name: bytes) -> str:
 def media_type_of(scope: Scope) -> str:
     """The content type without its parameters, in lowercase."""
     return header(scope, b"content-type").partition(";")[0].strip().lower()
-
-
-def _is_json(media_type: str) -> bool:
-    return media_type == JSON or media_type.endswith("+json")
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:

@@ -16,7 +16,7 @@ from starlette.middleware.gzip import GZipMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kinlens.service.access.prefix import forwarded_prefix, public_path, set_prefix
+from kinlens.service.access.links import forwarded_prefix, public_path, set_prefix
 from kinlens.service.access.rates import Account, Addresses, client_address
 from kinlens.service.http.bodies import header, refusal_of_head
 from kinlens.service.observe.metrics import Metrics
@@ -64,6 +64,7 @@ class Edge:
         self.app = app
         self._metrics = metrics
         self._is_traced = settings.otlp_endpoint is not None
+        self._has_redis = settings.redis_url is not None
         self._hosts = settings.hosts()
         self._prefix = settings.prefix
         self._addresses = Addresses(settings.trusted_proxies)
@@ -80,7 +81,8 @@ class Edge:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        begin_budget()
+        if self._has_redis:
+            begin_budget()
         state = scope.setdefault("state", {})
         state["request_id"] = request_id = _request_id(scope)
         state["address"] = self._addresses.of(scope)

@@ -18,7 +18,7 @@ from kinlens.embedder import errors
 from kinlens.embedder.errors import KinlensError
 from kinlens.models import Fault, Problem, Scope
 from kinlens.service.access import keys
-from kinlens.service.access.prefix import public_path
+from kinlens.service.access.links import public_path
 from kinlens.service.concurrency import Recent, in_thread
 from kinlens.service.http.bodies import JSON
 from kinlens.service.http.pages import Assets, Page

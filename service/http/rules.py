@@ -28,12 +28,11 @@ from starlette.types import Scope
 from kinlens import models
 from kinlens.embedder import errors
 from kinlens.embedder.errors import AccessError, KeyMissingError, KinlensError, StateError
-from kinlens.service.access import keys
+from kinlens.service.access import keys, links
 from kinlens.service.access.audit import AuditLog, Change, warn
 from kinlens.service.access.keys import EVERYTHING, FreshKeys, KeyStore, set_caller
 from kinlens.service.access.rates import Account, RateLimits, client_address
 from kinlens.service.concurrency import BoundedPool
-from kinlens.service.galleries import links
 from kinlens.service.http.bodies import BodyKind
 from kinlens.service.problems import from_error
 from kinlens.service.redis import SharedRedis
@@ -141,7 +140,8 @@ class Route(APIRoute):
             key = await admission.admit(request, self.rule)
             # Also without a key: a server may start a request in the context of another.
             set_caller(EVERYTHING if key is None else key.binding())
-            links.set_signer(key if admission.signs else None)
+            if admission.signs:
+                links.set_signer(key)
             return await handler(request)
         except Exception as error:
             return await from_error(request, error)
@@ -251,7 +251,7 @@ class Admission:
     async def _authorize(self, request: Request, rule: Rule, needed: models.Scope) -> None:
         scope = request.scope
         text = _sent_key(scope)
-        if text is None and (link := self._signed_link(scope)) is not None:
+        if text is None and self.signs and (link := _signed_link(scope)) is not None:
             signer = None if self._keys is None else await self._keys.by_id(link["signed_by"])
             signed_by = links.check(signer, request.path_params, link)
             scope["state"] |= {"principal": signed_by.name, "key": signed_by, "is_link": True}
@@ -286,13 +286,6 @@ class Admission:
         if key is not None:
             _refuse_beyond(key, rule.extent)
             scope["state"] |= {"principal": key.name, "key": key}
-
-    def _signed_link(self, scope: Scope) -> dict[str, str] | None:
-        """The query of a signed image link, or None for any other request."""
-        if not self.signs or not scope["state"]["route"].path.endswith(links.IMAGE_OF_ITEM):
-            return None
-        query = dict(parse_qsl(scope["query_string"].decode("latin-1")))
-        return query if "signed_by" in query else None
 
     async def _created(self, scope: Scope, text: str) -> keys.Key:
         """The key, if it was created after the last read of the file.
@@ -376,6 +369,14 @@ def _refuse_beyond(key: keys.Key, extent: Extent) -> None:
             f"The key {key.name} has a filter, but this affects all items of a gallery. Send a "
             "key that was created without --filter."
         )
+
+
+def _signed_link(scope: Scope) -> dict[str, str] | None:
+    """The query of a signed image link, or None for any other request."""
+    if not scope["state"]["route"].path.endswith(links.IMAGE_OF_ITEM):
+        return None
+    query = dict(parse_qsl(scope["query_string"].decode("latin-1")))
+    return query if "signed_by" in query else None
 
 
 def _sent_key(scope: Scope) -> str | None:

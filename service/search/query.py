@@ -21,8 +21,8 @@ from kinlens.indexer.filters.tree import Filter
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.types import Boost, Facet, Group, Grouping, SearchOptions, SortBy, VectorStore
 from kinlens.quality.calibration import Shares
+from kinlens.service.access.links import plain_link
 from kinlens.service.encoding.model import Stages, View
-from kinlens.service.galleries.links import plain_link
 from kinlens.service.galleries.view import GalleryView
 
 _HITS_OF_A_UNIT = 1_000

@@ -7,7 +7,7 @@ from urllib.parse import parse_qs, urlencode, urlsplit
 
 import pytest
 
-from kinlens.service.galleries import links
+from kinlens.service.access import links
 from tests.support.seams import KeyStore, Limits
 from tests.support.shops import Shop, assert_problem, start_shop
 from tests.support.waiting import until

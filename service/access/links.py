@@ -1,4 +1,10 @@
-"""Signed image links: an `<img>` sends no API key, so the link names the key of its answer.
+"""The links in answers: below the path prefix of the service, and signed for images.
+
+A proxy may serve the service below a path such as /visual. `Edge` sets the prefix for a request. It
+removes only the prefix of the settings from a path: that of a header could be of a client, and lead
+around the rules of a proxy. Everything that writes an address asks `public_path`.
+
+An `<img>` sends no API key, so its link names the key of the answer:
 
     answer to a key ─► sign ─► ?signed_by=ID&expires=TIME&signature=MAC ─► check ─► the same key
 
@@ -10,15 +16,19 @@ well, which gives them nothing: a link shows an image only as long as the key it
 import hmac
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from urllib.parse import quote, unquote
 
 from kinlens.embedder.errors import KeyMissingError
 from kinlens.service.access.keys import Key
-from kinlens.service.access.prefix import public_path
-from kinlens.service.galleries.locations import VERSION_DIGITS
+
+VERSION_DIGITS = 12
+"""Hex digits of a generation in links."""
+
+VERSION_PATTERN = rf"^[0-9a-f]{{{VERSION_DIGITS},64}}$"
+VERSION_TEXT = "The gallery generation that the item id is from; default: the served one."
 
 IMAGE_OF_ITEM = "/items/{item_id}/image"
 """The end of the route of these links."""
@@ -31,6 +41,59 @@ _IN_RESULTS = re.compile(
     rb'(?<=},"image":")/galleries/([^/"\\]+)/items/(\d+)/image\?(?:generation|version)=([0-9a-f]+)(?=")'
 )
 _SIGNER: ContextVar[Key | None] = ContextVar("kinlens_signer", default=None)
+
+_OWN = frozenset((
+    "access", "admin", "audit", "docs", "feedback", "galleries", "jobs", "keys", "live", "metrics",
+    "openapi.json", "ready", "search", "startup", "ui",
+))  # fmt: skip
+"""The first segments of all routes: whether /ui/search begins with a prefix would be unknown."""
+_PREFIX = re.compile(r"(/[A-Za-z0-9._~-]+)+")
+_MOST_CHARACTERS = 200
+_OF_REQUEST: ContextVar[str] = ContextVar("kinlens_prefix", default="")
+
+
+def check_prefix(text: str) -> str:
+    """A path prefix that no route begins with. Raises: ValueError."""
+    prefix = _checked(text)
+    if prefix and prefix.split("/")[1] in _OWN:
+        raise ValueError(
+            f"{text!r} begins like a route of the service; choose another path, such as /visual"
+        )
+    return prefix
+
+
+def _checked(text: str) -> str:
+    """A path prefix without its trailing slash. Raises: ValueError."""
+    prefix = text.rstrip("/")
+    is_path = _PREFIX.fullmatch(prefix) and not {".", ".."} & set(prefix.split("/"))
+    if prefix and (not is_path or len(prefix) > _MOST_CHARACTERS):
+        raise ValueError(
+            f"{text[:_MOST_CHARACTERS]!r} is not a path prefix; write a path such as /visual, of "
+            f"letters, digits and . _ ~ - with up to {_MOST_CHARACTERS} characters"
+        )
+    return prefix
+
+
+def forwarded_prefix(headers: Iterable[str]) -> str | None:
+    """The prefix of X-Forwarded-Prefix headers; None without a valid one.
+
+    Each proxy of a chain appends its own, and the first is the outermost.
+    """
+    try:
+        parts = [_checked(part.strip()) for text in headers for part in text.split(",")]
+    except ValueError:
+        return None
+    return "".join(parts) if parts else None
+
+
+def set_prefix(prefix: str) -> None:
+    """Set the prefix for the rest of this request, including the pool calls that it starts."""
+    _OF_REQUEST.set(prefix)
+
+
+def public_path(path: str) -> str:
+    """The path of a route as the client sees it."""
+    return _OF_REQUEST.get() + path
 
 
 def set_signer(key: Key | None) -> None:

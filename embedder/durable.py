@@ -18,7 +18,6 @@ Hook = Callable[[str], None]
 
 _hooks: list[Hook] = []
 _STAGE = ".stage-"
-_STALE_S = 3600.0
 _SETTLED_S = 2.0  # some file systems have times of a second
 
 
@@ -76,14 +75,13 @@ def write_whole(path: Path, data: bytes, step: str) -> None:
 
     Raises: OSError.
     """
-    descriptor, name = tempfile.mkstemp(prefix=_STAGE, dir=path.parent)
-    stage = Path(name)
+    stage, descriptor = _new_stage(path.parent, _STAGE, _new_file)
     try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
+        stage.write_bytes(data)
         sync(stage, step)
         rename(stage, path, step)
     finally:
+        os.close(descriptor)
         stage.unlink(missing_ok=True)
 
 
@@ -138,7 +136,7 @@ def holder(path: Path) -> str:
 
 
 def lock_folder(folder: Path) -> int:
-    """Mark a folder as being read, until the returned descriptor is closed. Raises: OSError."""
+    """Mark a folder or file as in use until the returned descriptor is closed. Raises: OSError."""
     descriptor = os.open(folder, os.O_RDONLY)
     with contextlib.suppress(OSError):  # file system without locks: pruning then does not wait
         fcntl.flock(descriptor, fcntl.LOCK_SH)  # blocks while `sweep` removes it
@@ -147,7 +145,7 @@ def lock_folder(folder: Path) -> int:
 
 @contextlib.contextmanager
 def _unused(folder: Path) -> Iterator[bool]:
-    """Whether no process reads this folder. Then none begins to, until the block ends."""
+    """Whether no process uses this folder or file. Then none begins to, until the block ends."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         yield _has_locked(descriptor)
@@ -180,7 +178,7 @@ def sweep(parent: Path, prefix: str = _STAGE) -> None:
                 continue
             if stage.is_dir():
                 shutil.rmtree(stage, ignore_errors=True)
-            elif time.time() - stage.stat().st_mtime > _STALE_S:  # files have no in-use mark
+            else:
                 stage.unlink()
 
 
@@ -190,7 +188,7 @@ def staged(parent: Path, prefix: str = _STAGE) -> Iterator[Path]:
     renamed. Remains of interrupted writes with this prefix are removed first. Raises: OSError.
     """
     sweep(parent, prefix)
-    stage, descriptor = _new_stage(parent, prefix)
+    stage, descriptor = _new_stage(parent, prefix, tempfile.mkdtemp)
     try:
         stage.chmod(0o755)
         yield stage
@@ -199,15 +197,23 @@ def staged(parent: Path, prefix: str = _STAGE) -> Iterator[Path]:
         shutil.rmtree(stage, ignore_errors=True)
 
 
-def _new_stage(parent: Path, prefix: str) -> tuple[Path, int]:
-    """A new folder and the descriptor of its lock."""
+def _new_stage(
+    parent: Path, prefix: str, make: Callable[[str, str, Path], str]
+) -> tuple[Path, int]:
+    """A new folder or file, with a name from `make`, and the descriptor of its lock."""
     while True:
-        stage = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        stage = Path(make("", prefix, parent))
         with contextlib.suppress(FileNotFoundError):  # `sweep` may remove it before it is locked
             descriptor = lock_folder(stage)
             if stage.exists():
                 return stage, descriptor
             os.close(descriptor)
+
+
+def _new_file(suffix: str, prefix: str, parent: Path) -> str:
+    descriptor, name = tempfile.mkstemp(suffix, prefix, parent)
+    os.close(descriptor)
+    return name
 
 
 def is_stage(folder: Path) -> bool:

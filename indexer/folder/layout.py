@@ -120,6 +120,7 @@ class GalleryFolder:
         """Mark this as a copy of the gallery at `address`. Raises: OSError."""
         make_folder(self._versions, "gallery")
         if self.copy_of != address:
+            sweep(self.path)
             write_whole(self.path / COPY_OF, f"{address}\n".encode(), "copy")
             (self.path / COPY_OF).chmod(0o644)  # another user may serve the gallery
 
@@ -162,6 +163,7 @@ class GalleryFolder:
             with disk_errors_explained(self.path):
                 self._refuse_foreign_folder()
                 make_folder(self._versions, "gallery")
+                sweep(self.path)
                 is_locked = cleanup.enter_context(exclusive(lock, wait=False))
             if not is_locked:
                 raise GalleryBusyError(

@@ -395,9 +395,11 @@ class _Draft:
             facts: dict[str, object] = {"generation": made.name}
             if self.later is not None:
                 sync_tree(made, "generation")  # so that the gallery refuses writes for a short time
-                stack.enter_context(self.folder.replacing())
+                stack.enter_context(self.later.without_compactions())
                 with contextlib.closing(Gallery.open(self.staging.path, load_index=False)) as now:
                     now.when_full = "grow"
+                    self.later.catch_up(now)
+                    stack.enter_context(self.folder.replacing())
                     self.later.catch_up(now)
                 facts["carried"] = self.later.count
             report = report.model_copy(update=facts)

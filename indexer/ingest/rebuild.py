@@ -28,7 +28,7 @@ from kinlens.indexer.ingest.add import Ingest
 from kinlens.indexer.ingest.embed import EmbedSettings, Failure
 from kinlens.indexer.ingest.sources import Record, Source
 from kinlens.indexer.live.backup import write_backup
-from kinlens.indexer.live.compaction import CATALOG
+from kinlens.indexer.live.compaction import CATALOG, compaction_lock
 from kinlens.indexer.types import Ids, Item, Progress, find_sorted
 
 OnCopy = Callable[[Path], None]
@@ -146,6 +146,12 @@ class LaterWrites(abc.ABC):
             if not found:
                 break
         return found
+
+    def without_compactions(self) -> contextlib.AbstractContextManager[None]:
+        """Keep the gallery from being compacted, after a running compaction. All but the first
+        `catch_up` of the block then need not compare every item. Raises: GalleryWriteError.
+        """
+        return compaction_lock(self.gallery.generation_folder, wait=True)
 
     def _remove(self, made: Gallery, keys: Sequence[str]) -> None:
         made.remove(keys)
@@ -371,6 +377,7 @@ def swap_in(
             return touched
 
     def prepare(copy: Path) -> None:
+        stack.enter_context(follower.without_compactions())
         touched = replicate(copy, follower.catch_up_in_rounds)
         if touched > _FEW:
             raise GalleryBusyError(
@@ -384,7 +391,8 @@ def swap_in(
         if before_publish is not None:
             before_publish()
 
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(follower.restart)  # its changes went to the copy, not to the candidate
         return adopt(
             follower.path,
             candidate,
@@ -392,8 +400,6 @@ def swap_in(
             under_lock=finish,
             on_progress=on_progress,
         )
-    finally:
-        follower.restart()  # its changes went to the copy, not to the candidate
 
 
 def missing_since(follower: CatchUp, known: Set[int]) -> list[Failure]:

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from kinlens.embedder.durable import crash_point
+from kinlens.embedder.durable import crash_point, sweep
 from kinlens.embedder.errors import (
     DeltaFullError,
     GalleryBusyError,
@@ -247,6 +247,8 @@ class GalleryWriter(GalleryUpkeep):
     @functools.cached_property
     def _writable(self) -> Catalog:
         collect_columns(self.generation_folder)
+        with contextlib.suppress(OSError):
+            sweep(self._folder.path)
         return Catalog.open(self.generation_folder / CATALOG, writable=True)
 
     @contextlib.contextmanager

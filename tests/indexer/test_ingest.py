@@ -520,6 +520,9 @@ def test_what_a_compaction_erases_meanwhile_does_not_come_back(
         def hook(point: str) -> None:
             if point.startswith("generation"):
                 reach("swap")
+            elif point.startswith("current") and not left:  # while writers are kept out
+                with pytest.raises(GalleryBusyError, match="is compacting"):
+                    old.compact()
 
         for _ in range(2 if moment == "interruption" else 1):
             with faults(hook), contextlib.suppress(KeyboardInterrupt):

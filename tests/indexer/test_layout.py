@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kinlens.embedder import durable
-from kinlens.embedder.durable import in_use, lock_folder, staged, sweep
+from kinlens.embedder.durable import in_use, lock_folder, staged, sweep, write_whole
 from kinlens.embedder.errors import (
     BundleMismatchError,
     GalleryBusyError,
@@ -217,3 +217,27 @@ def test_a_new_stage_survives_the_sweep_of_another_process(
         (stage / "file").write_bytes(b"1")
     assert not others
     assert not [*tmp_path.iterdir()]
+    others.append(tmp_path)
+    write_whole(tmp_path / "file", b"2", "test")
+    assert not others
+    assert [(one.name, one.read_bytes()) for one in tmp_path.iterdir()] == [("file", b"2")]
+
+
+def test_writers_and_builds_delete_what_killed_ones_left_beside_a_gallery(out) -> None:
+    Gallery.create(out, name="shop", bundle_id="b", dim=4).close()
+    stages = {out / ".stage-q7w8_e9r", out / ".stage-a1b2_c3d"}
+    for change in (write, publish):
+        for stage in stages:
+            stage.touch()
+        own = min(stages)
+        descriptor = lock_folder(own)  # of a process that is alive
+        change(out)
+        assert {*out.glob(".stage-*")} == {own}
+        os.close(descriptor)
+        change(out)
+        assert not [*out.glob(".stage-*")]
+
+
+def write(path: Path) -> None:
+    with closing(Gallery.open(path)) as gallery:
+        gallery.remove(["nothing"])

@@ -14,6 +14,7 @@ import contextlib
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -161,8 +162,7 @@ class Follower:
     def _apply(self, catalog: Catalog, snapshot: PublishedSnapshot, seq: int) -> None:
         """Write the rows and tombstones of the snapshot, under the present segment."""
         deltas = [delta for delta in snapshot.deltas if delta.until > seq]
-        for facts in [facts for delta in deltas for facts in delta.objects]:
-            self._download(facts)
+        self._download(*(facts for delta in deltas for facts in delta.objects))
         ids = [self._ids(delta.removed) for delta in deltas if delta.removed is not None]
         live = self._ids(snapshot.live) if seq < snapshot.segment_seq else None
         none = np.empty((2, 0), np.int64)
@@ -188,7 +188,7 @@ class Follower:
         if snapshot.segment is None:
             return
         with tempfile.TemporaryDirectory(prefix="kinlens-follow-") as folder:
-            manifest = self._download(snapshot.segment_files[SEGMENT_MANIFEST])
+            [manifest] = self._download(snapshot.segment_files[SEGMENT_MANIFEST])
             shutil.copyfile(manifest, Path(folder, SEGMENT_MANIFEST))
             try:
                 read_manifest(Path(folder))
@@ -214,8 +214,9 @@ class Follower:
                 )
             if snapshot.segment is not None:
                 stage = stack.enter_context(staged(generation / SEGMENTS))
-                for name, facts in snapshot.segment_files.items():
-                    os.link(self._download(facts), stage / name)
+                files = self._download(*snapshot.segment_files.values())
+                for name, path in zip(snapshot.segment_files, files, strict=True):
+                    os.link(path, stage / name)
                 _move(stage, generation / SEGMENTS / snapshot.segment)
             with catalog.writing() as writer:
                 if snapshot.segment is not None:
@@ -250,41 +251,55 @@ class Follower:
                 has_changed |= path.exists()
                 path.unlink(missing_ok=True)
             elif not _has(path, facts):
-                write_whole(path, self._download(facts).read_bytes(), "follow")
+                [found] = self._download(facts)
+                write_whole(path, found.read_bytes(), "follow")
                 path.chmod(0o644)  # other users may serve the gallery
                 has_changed = True
         return has_changed
 
     def _ids(self, facts: FileFacts) -> Ids:
         """The numbers of an object."""
-        return unpacked(self._download(facts).read_bytes())
+        [path] = self._download(facts)
+        return unpacked(path.read_bytes())
 
-    def _download(self, facts: FileFacts) -> Path:
-        """Download an object unless it is on this disk; returns its path.
+    def _download(self, *objects: FileFacts) -> list[Path]:
+        """Download the objects that are not on this disk; returns the paths of all.
 
         Raises: _ObjectMissingError, GalleryError.
         """
-        path = self._downloads / facts.sha256
-        if _has(path, facts):
-            return path
-        crash_point("follow: before download")
-        part = path.with_name(f"{path.name}.part")
+        paths = [self._downloads / facts.sha256 for facts in objects]
+        missing = [one for one, path in zip(objects, paths, strict=True) if not _has(path, one)]
+        for start in range(0, len(missing), self._store.concurrent):
+            self._fetch(missing[start : start + self._store.concurrent])
+        return paths
+
+    def _fetch(self, objects: Sequence[FileFacts]) -> None:
+        """Download objects at the same time."""
+        unique = os.urandom(4).hex()  # requests of a failed call may still be writing
+        parts = [self._downloads / f"{facts.sha256}.{unique}.part" for facts in objects]
+        for _ in objects:
+            crash_point("follow: before download")
         with reading(self.address):
             try:
-                self._store.download(f"{OBJECTS}/{facts.sha256}", part)
+                self._store.download(
+                    {
+                        f"{OBJECTS}/{facts.sha256}": part
+                        for facts, part in zip(objects, parts, strict=True)
+                    }
+                )
             except FileNotFoundError as error:
                 raise _ObjectMissingError(
                     f"The snapshot at {self.address} names a missing file. Try again; if the error "
                     "persists, publish the gallery to another address."
                 ) from error
-        if not _has(part, facts):
-            part.unlink(missing_ok=True)
-            raise GalleryCorruptError(
-                f"{self.address}/{OBJECTS}/{facts.sha256} is damaged: its content does not match "
-                "its name. Publish the gallery to another address."
-            )
-        part.replace(path)
-        return path
+        for facts, part in zip(objects, parts, strict=True):
+            if not _has(part, facts):
+                part.unlink(missing_ok=True)
+                raise GalleryCorruptError(
+                    f"{self.address}/{OBJECTS}/{facts.sha256} is damaged: its content does not "
+                    "match its name. Publish the gallery to another address."
+                )
+            part.replace(self._downloads / facts.sha256)
 
 
 def _complete(writer: CatalogWriter, file: VectorFile, copies: Copies) -> None:

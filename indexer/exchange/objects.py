@@ -58,21 +58,26 @@ class ObjectFolder:
         """The content of a file. Raises: FileNotFoundError."""
         return bytes(self.files.cat_file(self.at(name)))
 
-    def download(self, name: str, file: Path) -> None:
-        """Copy a file to this machine. Raises: FileNotFoundError."""
-        self.files.get_file(self.at(name), str(file))
+    def download(self, files: Mapping[str, Path]) -> None:
+        """Copy files to this machine, `concurrent` at a time. Raises: FileNotFoundError."""
+        sources, targets = [self.at(name) for name in files], [str(file) for file in files.values()]
+        if self.concurrent > 1:
+            self.files.get(sources, targets, batch_size=self.concurrent)
+            return
+        for source, target in zip(sources, targets, strict=True):
+            self.files.get_file(source, target)
 
     def write(self, name: str, content: Content) -> None:
         """Replace a file."""
         self.write_all({name: content})
 
     def write_all(self, contents: Mapping[str, Content]) -> None:
-        """Replace files; on a store with concurrent requests, up to 64 at a time."""
-        if self._is_atomic and getattr(self.files, "async_impl", False):
+        """Replace files, `concurrent` at a time."""
+        if self.concurrent > 1:
             data = {self.at(n): one for n, one in contents.items() if isinstance(one, bytes)}
             files = {self.at(n): str(one) for n, one in contents.items() if isinstance(one, Path)}
-            self.files.pipe(data, batch_size=_CONCURRENT)
-            self.files.put([*files.values()], [*files], batch_size=_CONCURRENT)
+            self.files.pipe(data, batch_size=self.concurrent)
+            self.files.put([*files.values()], [*files], batch_size=self.concurrent)
             return
         for name, content in contents.items():
             path = self.at(name)
@@ -113,6 +118,12 @@ class ObjectFolder:
             self.files.pipe_file(path, content)
         else:
             self.files.put_file(str(content), path)
+
+    @property
+    def concurrent(self) -> int:
+        """Number of files that are sent or fetched at a time."""
+        is_async = bool(getattr(self.files, "async_impl", False))
+        return _CONCURRENT if self._is_atomic and is_async else 1
 
     @property
     def _is_atomic(self) -> bool:

@@ -180,7 +180,7 @@ class VectorShards:
             part = Path(folder, "part.parquet")
             for shard in range(self.manifest.shards):
                 name = f"{_PARTS}/{shard:06}.parquet"
-                self._files.download(name, part)
+                self._files.download({name: part})
                 try:
                     yield from read_dump(part).entries()
                 except SourceError as error:

@@ -7,7 +7,7 @@ import json
 import os
 import signal
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import count
 from pathlib import Path
 from unittest.mock import Mock
@@ -225,9 +225,9 @@ def test_an_erased_item_costs_neither_side_the_gallery(
     """Beyond the files of the index, which a flat one does not have."""
     path, loaded, download = tmp_path / "shop", [], ObjectFolder.download
 
-    def noted(store: ObjectFolder, name: str, file: Path) -> None:
-        download(store, name, file)
-        loaded.append(file.stat().st_size)
+    def noted(store: ObjectFolder, files: Mapping[str, Path]) -> None:
+        download(store, files)
+        loaded.extend(file.stat().st_size for file in files.values())
 
     monkeypatch.setattr(ObjectFolder, "download", noted)
     gallery = Gallery.create(path, name="shop", bundle_id=BUNDLE, dim=256)
@@ -338,7 +338,7 @@ def test_a_store_of_an_earlier_version_is_published_anew_by_its_owner_alone(
     check_same(original, follower.folder)
 
 
-def test_images_are_listed_once_and_all_files_but_the_last_are_uploaded_many_at_a_time(
+def test_images_are_listed_once_and_all_files_but_the_last_are_transferred_many_at_a_time(
     gallery: Gallery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed")
@@ -372,6 +372,14 @@ def test_images_are_listed_once_and_all_files_but_the_last_are_uploaded_many_at_
         async def _cat_file(self, path, **_):
             requests["get"] += 1
             return memory.cat_file(path)
+
+        async def _get_file(self, rpath, lpath, **_):
+            requests["get"] += 1
+            running.add(rpath)
+            most[0] = max(most[0], len(running))
+            await asyncio.sleep(0)
+            Path(lpath).write_bytes(memory.cat_file(rpath))
+            running.remove(rpath)
 
         async def _info(self, path, **_):
             requests["info"] += 1
@@ -411,6 +419,14 @@ def test_images_are_listed_once_and_all_files_but_the_last_are_uploaded_many_at_
     assert publish(gallery.path, address).pictures == 0
     assert sum(requests.values()) < 20
     assert publish(gallery.path, address, with_images=True).pictures == 0
+    gallery.compact()
+    publish(gallery.path, address)
+    requests.clear()
+    most[0] = 0
+    assert Follower(address, tmp_path / "copy").update()
+    assert most[0] > 1
+    assert requests["get"] == len(snapshot_at(address).objects()) + 1
+    check_same(gallery, tmp_path / "copy")
     memory.store.clear()
 
 

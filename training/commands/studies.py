@@ -1,7 +1,7 @@
 """kinlens-train crossval, search and tournament."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -56,6 +56,10 @@ def search(
     epochs: Annotated[
         int | None, typer.Option(min=1, help="Epochs of a trial; default: the job's.")
     ] = None,
+    sampler: Annotated[
+        Literal["tpe", "grid"],
+        typer.Option(help="tpe learns from earlier trials; grid tries every combination of steps."),
+    ] = "tpe",
     seed: Annotated[int, typer.Option(min=0, help="Seed of the sampler.")] = 0,
     overrides: Overrides = None,
     allow_partial: AllowPartial = False,
@@ -67,8 +71,9 @@ def search(
     from kinlens.training.config.job import load_job, with_absolute_paths
     from kinlens.training.studies import search as study
 
-    settings = with_absolute_paths(load_job(job, settings_of(overrides, allow_partial)))
-    plan = study.Plan(study.load_space(space), trials, validation, seed, epochs)
+    wanted = load_job(study.job_for(job, space), settings_of(overrides, allow_partial))
+    settings = with_absolute_paths(wanted)
+    plan = study.Plan(study.load_space(space), trials, validation, seed, epochs, sampler)
     folder = out or Path("runs") / f"{settings.name}-search"
     with stoppable(_RESUME):
         split = load_images(settings, hold_out=False)

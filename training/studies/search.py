@@ -1,22 +1,25 @@
 """Hyper-parameter search on validation classes; trials never get the test images.
 
-Optuna proposes values with a tree-structured Parzen estimator. The outcomes are in `trials.json`,
-since Optuna's own journal cannot be read again after a full disk has truncated a line.
+Optuna proposes values with a tree-structured Parzen estimator; a grid has every combination of the
+steps, in an order drawn by the seed. The outcomes are in `trials.json`, since Optuna's own journal
+cannot be read again after a full disk has truncated a line.
 
 References:
-    Psomas, Metric Learning: A Deep Dive (2020), part 5, "Fixed Validation".
+    Psomas, Metric Learning: A Deep Dive (2020), part 5, "Fixed Validation"; the ranges and steps of
+    its grids are in `training/jobs/spaces`.
     Bergstra et al., Algorithms for Hyper-Parameter Optimization, NeurIPS 2011,
     https://papers.nips.cc/paper/4443-algorithms-for-hyper-parameter-optimization
 """
 
 import json
+import math
 import traceback
 import warnings
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -36,6 +39,7 @@ Space = Mapping[str, Mapping[str, Any]]
 
 _TRIALS = "trials.json"
 _FAILURES_IN_A_ROW = 5
+_DECIMALS = 12
 _FIXED = ("name", "seed", "recall_at", "data.", "protocol.", "runtime.")
 
 
@@ -43,7 +47,8 @@ _FIXED = ("name", "seed", "recall_at", "data.", "protocol.", "runtime.")
 class Plan:
     """The search: `trials` in total, each with `fraction` of the train classes for validation.
 
-    `trial_epochs` shortens the trials; the best job keeps the epochs of its file.
+    `trial_epochs` shortens the trials; the best job keeps the epochs of its file. A `grid` ends
+    with its last point.
     """
 
     space: Space
@@ -51,6 +56,7 @@ class Plan:
     fraction: float = 0.1
     seed: int = 0
     trial_epochs: int | None = None
+    sampler: Literal["tpe", "grid"] = "tpe"
 
 
 @dataclass(frozen=True)
@@ -69,6 +75,12 @@ def load_space(path: Path) -> Space:
     if not space:
         raise JobError(f"{path} has no setting to search. Add one, such as optimizer.lr_head.")
     return space
+
+
+def job_for(job: str, path: Path) -> str | dict[str, Any]:
+    """The source of a job for `load_job`: the table [job] of a space is laid over it."""
+    content = read_file(path)
+    return {"base": job, **content["job"]} if "job" in content else job
 
 
 def parse_space(content: Mapping[str, Any], prefix: str = "") -> Space:
@@ -93,8 +105,8 @@ def search(
 ) -> Trial:
     """Find the settings of `job` with the best R@1 on validation classes; returns the best trial.
 
-    A failed trial is stored with its reason and counts. Trial n is drawn by a sampler seeded with
-    (seed, n), so stopping changes nothing. `best.toml` is the job with the best settings.
+    A failed trial is stored with its reason and counts. Trial n depends on the seed, n and the
+    trials before it, so stopping changes nothing. `best.toml` is the job with the best settings.
 
     Raises: JobError, DatasetError; TrainingError if five trials in a row fail, or all.
     """
@@ -102,6 +114,10 @@ def search(
     part = without_test(hold_out(split, plan.fraction, job.protocol.validation_seed))
     identity = {"job": job.as_dict(), "split_sha256": split.learnt_sha256(), **asdict(plan)}
     del identity["trials"]  # their number may be raised later
+    if plan.sampler == "grid":
+        plan = replace(plan, trials=min(plan.trials, math.prod(map(len, _axes(plan).values()))))
+    else:
+        del identity["sampler"]  # searches of older versions have none
     stamp(folder, "search.json", identity)
     trials = []
     if (folder / _TRIALS).exists():
@@ -167,6 +183,12 @@ def _check_space(job: Job, plan: Plan) -> None:
 
 
 def _draw(plan: Plan, trials: list[Trial]) -> dict[str, Any]:
+    if plan.sampler == "grid":
+        axes = _axes(plan)
+        shape = tuple(map(len, axes.values()))
+        order = np.random.default_rng(plan.seed).permutation(math.prod(shape))
+        point = np.unravel_index(order[len(trials)], shape)
+        return {name: axis[n] for (name, axis), n in zip(axes.items(), point, strict=True)}
     optuna = _optuna()
     seed = np.random.SeedSequence((plan.seed, len(trials))).generate_state(1)[0]
     sampler = optuna.samplers.TPESampler(seed=int(seed))
@@ -178,6 +200,24 @@ def _draw(plan: Plan, trials: list[Trial]) -> dict[str, Any]:
             study.add_trial(optuna.trial.create_trial(**past))
     values: dict[str, Any] = study.ask(distributions).params
     return values
+
+
+def _axes(plan: Plan) -> dict[str, Sequence[Any]]:
+    """The values of each setting on a grid. Raises: JobError for a range without a step."""
+    axes: dict[str, Sequence[Any]] = {}
+    for name, words in plan.space.items():
+        if "values" in words:
+            axes[name] = words["values"]
+            continue
+        low, high, step = words["low"], words["high"], words.get("step")
+        if step is None or words.get("log"):
+            raise JobError(
+                f"{name} = {dict(words)} has no steps, which a grid needs. Add a step, give "
+                "{values = [...]}, or use the sampler tpe."
+            )
+        count = round((high - low) / step) + 1
+        axes[name] = [round(low + n * step, _DECIMALS) for n in range(count)]
+    return axes
 
 
 def _optuna() -> ModuleType:
@@ -213,7 +253,7 @@ def _report(folder: Path, job: Job, plan: Plan, trials: list[Trial]) -> Trial:
     lines = [
         f"# {job.name}: search of {', '.join(plan.space)}",
         "",
-        f"- {len(trials)} of {plan.trials} trials, seed {plan.seed}",
+        f"- {len(trials)} of {plan.trials} trials, sampler {plan.sampler}, seed {plan.seed}",
         f"- score: best R@1 on validation classes, {of}, seed {job.protocol.validation_seed}",
         "- no trial saw a test class",
         "",

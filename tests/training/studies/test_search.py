@@ -1,5 +1,6 @@
 import json
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +8,17 @@ import pytest
 
 from kinlens.embedder.errors import JobError
 from kinlens.training.config.job import Job, load_job
+from kinlens.training.config.layers import JOBS
 from kinlens.training.data.protocol import hold_out
 from kinlens.training.data.records import Split
-from kinlens.training.studies.search import Plan, Trial, load_space, parse_space, search
+from kinlens.training.studies.search import (
+    Plan,
+    Trial,
+    job_for,
+    load_space,
+    parse_space,
+    search,
+)
 from tests.training.jobs import Silent
 from tests.training.studies.runs import SHOP, FakeRunner, some_job, some_split
 
@@ -116,6 +125,55 @@ def test_a_trial_that_fails_is_kept_with_its_reason_and_the_search_goes_on(tmp_p
     page = (tmp_path / "report.md").read_text()
     assert "failed: RuntimeError: the GPU \\| is &lt;b&gt;full" in page
     assert "no trial saw a test class" in page
+
+
+def test_a_grid_has_every_combination_once_in_an_order_of_its_seed(tmp_path: Path) -> None:
+    space = parse_space(
+        {
+            "loss": {"margin": {"low": 0.0, "high": 0.3, "step": 0.1}},
+            "optimizer": {
+                "batch_size": {"low": 10, "high": 30, "step": 10},
+                "schedule": {"values": ["linear", "cosine"]},
+            },
+        }
+    )
+
+    def points(folder: str, trials: int, seed: int = 0) -> list[tuple[object, ...]]:
+        runner = FakeRunner(by_margin)
+        plan = Plan(space, trials, seed=seed, sampler="grid")
+        search(some_job(), some_split(), plan, tmp_path / folder, Silent(), runner)
+        return [(margin, *rest) for margin, _, *rest in values(runner)]
+
+    whole = points("whole", 1000)
+    kinds = product((0.0, 0.1, 0.2, 0.3), (10, 20, 30), ("linear", "cosine"))
+    assert sorted(whole) == sorted(kinds)
+    assert points("parts", 10) + points("parts", 1000) == whole
+    assert points("other", 1000, seed=1) != whole
+    endless = Plan(parse_space({"loss": {"margin": {"low": 0.0, "high": 1.0}}}), sampler="grid")
+    with pytest.raises(JobError, match=r"loss\.margin.*has no steps"):
+        search(some_job(), some_split(), endless, tmp_path / "endless", Silent())
+
+
+@pytest.mark.parametrize(
+    ("path", "best"),
+    [
+        ("proxy-anchor", {"margin": 0.1, "alpha": 32}),
+        ("multi-similarity", {"margin": 0.8, "alpha": 18, "beta": 76, "epsilon": 0.4}),
+        ("soft-triple", {"margin": 0.4, "scale": 78, "tau": 0.4}),
+    ],
+)
+def test_shipped_spaces_are_of_their_loss_and_have_what_the_benchmark_found(
+    tmp_path: Path, path: str, best: dict[str, float]
+) -> None:
+    file, runner = JOBS / "spaces" / f"{path}.toml", FakeRunner(by_margin)
+    job, space = load_job(job_for("cub-proxy-anchor", file)), load_space(file)
+    search(job, some_split(), Plan(space, 3, sampler="grid"), tmp_path, Silent(), runner)
+    assert {one.loss.name for one, _, _ in runner.calls} == {path.replace("-", "_")}
+    for name, value in best.items():
+        words = space[f"loss.{name}"]
+        assert words["low"] <= value <= words["high"]
+        steps = (value - words["low"]) / words["step"]
+        assert steps == pytest.approx(round(steps))
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,7 @@ from kinlens.training.regularizers.base import Regularizer
 from kinlens.training.regularizers.determinant import DeterminantRegularizer
 from kinlens.training.regularizers.flows import NICE, ConditionalGlow, RealNVP
 from kinlens.training.regularizers.graph_consistency import GraphConsistencyRegularizer
+from kinlens.training.regularizers.koleo import KoLeoRegularizer
 from kinlens.training.regularizers.non_isotropy import NonIsotropyRegularizer
 from kinlens.training.regularizers.skewed_mean import SkewedMeanRegularizer
 from kinlens.training.report.callbacks import (
@@ -60,8 +61,8 @@ from kinlens.training.runner import require_fresh_or_resumable, run_job
 __all__ = [
     "NICE", "ArcFaceLoss", "BatchProxySeparationLoss", "BatchSampler", "BinomialDevianceLoss",
     "Callback", "ConditionalGlow", "ContrastiveLoss", "DeterminantRegularizer",
-    "GraphConsistencyRegularizer", "Job", "LiftedStructureLoss", "MarginLoss", "MetricLoss",
-    "MlflowCallback", "MultiSimilarityLoss", "NPairLoss", "NonIsotropyRegularizer",
+    "GraphConsistencyRegularizer", "Job", "KoLeoRegularizer", "LiftedStructureLoss", "MarginLoss",
+    "MetricLoss", "MlflowCallback", "MultiSimilarityLoss", "NPairLoss", "NonIsotropyRegularizer",
     "ProxyAnchorLoss", "ProxyLoss", "ProxyNCALoss", "ProxySeparationLoss", "RealNVP",
     "Regularizer", "Result", "SkewedMeanRegularizer", "SoftTripleLoss", "TripletLoss",
     "Triplets", "WandbCallback", "batch_hard", "distance_weighted", "evaluate", "export", "fit",

@@ -31,11 +31,13 @@ REGULARIZERS: dict[str, dict[str, Any]] = {
     "skewed_mean_of_the_batch": {"skewed_mean": {"centres": "batch"}},
     "non_isotropy": {"non_isotropy": NIR},
     "graph_consistency": {"graph_consistency": {"weight": 1, "share": 0.2}},
+    "koleo": {"koleo": {}},
     "all": {
         "determinant": {"flow": FLOW, "lambda1": 1, "lambda2": 1},
         "skewed_mean": {},
         "non_isotropy": NIR,
         "graph_consistency": {"weight": 1},
+        "koleo": {},
     },
 }
 

@@ -26,7 +26,7 @@ def test_the_total_is_loss_and_weighted_penalties_and_reaches_every_group(
     torch.manual_seed(0)
     run = create_run(step_job(REGULARIZERS[name], weights), CLASSES)
     terms = run.objective(run.net, *features(run))
-    watched = {"r_first", "r_second"}
+    watched = {"r_first", "r_second", "feature_norm"}
     expected = sum(value for part, value in terms.parts.items() if part not in watched)
     torch.testing.assert_close(terms.total.detach(), torch.as_tensor(expected))
     wanted = run.job.regularizers.wanted().keys()

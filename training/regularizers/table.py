@@ -11,6 +11,7 @@ from kinlens.training.own import own_part
 from kinlens.training.regularizers.base import Regularizer
 from kinlens.training.regularizers.determinant import DeterminantRegularizer
 from kinlens.training.regularizers.graph_consistency import GraphConsistencyRegularizer
+from kinlens.training.regularizers.koleo import KoLeoRegularizer
 from kinlens.training.regularizers.non_isotropy import NonIsotropyRegularizer
 from kinlens.training.regularizers.skewed_mean import SkewedMeanRegularizer
 
@@ -19,6 +20,7 @@ REGULARIZERS: dict[str, type[Regularizer]] = {
     "skewed_mean": SkewedMeanRegularizer,
     "non_isotropy": NonIsotropyRegularizer,
     "graph_consistency": GraphConsistencyRegularizer,
+    "koleo": KoLeoRegularizer,
 }
 
 GIVEN = ("dim",)

@@ -21,8 +21,8 @@ from kinlens.training.config.settings import Input, Model
 from kinlens.training.data.load import load_split
 from kinlens.training.evaluation.choice import between
 from kinlens.training.evaluation.retrieval import with_interval
+from kinlens.training.models.backbones import write_weights
 from kinlens.training.models.embedding import Pool, torch_embed
-from kinlens.training.models.weights import write_weights
 from kinlens.training.runner import run_job
 from kinlens.training.start import may_have_seen
 from kinlens.training.state import create_run

@@ -49,9 +49,9 @@ from kinlens.training.evaluation.evaluate import OnBatch, embed_with, searched
 from kinlens.training.evaluation.retrieval import Retrieval, queries_in, retrieval
 from kinlens.training.evaluation.structure import require_distinct
 from kinlens.training.folder import UNTRAINED
+from kinlens.training.models.backbones import write_weights
 from kinlens.training.models.embedding import EmbeddingNet, torch_embed
 from kinlens.training.models.from_bundle import new_network
-from kinlens.training.models.weights import write_weights
 
 PARITY_BATCHES = (1, 3, 8, 13)
 """Batch sizes at which torch and ONNX are compared; none is the batch size of the trace."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kinlens.training.checkpoint import BEST, START, load_checkpoint, save_checkpoint
 from kinlens.training.folder import UNTRAINED
-from kinlens.training.models.weights import State
+from kinlens.training.models.backbones import State
 
 
 def write_chosen(folder: Path, alpha: float | None) -> None:

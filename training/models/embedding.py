@@ -18,12 +18,12 @@ from kinlens.training.config.settings import Model, Pooling
 from kinlens.training.fields import Options
 from kinlens.training.models.backbones import (
     BATCH_NORMS,
+    TimmTrunk,
     build_trunk,
     channels_of,
     fold_batch_norm,
     normalization_of,
 )
-from kinlens.training.models.timm_trunk import TimmTrunk
 from kinlens.training.regularizers.flows import Chain, FlowOutput, build_flow
 
 GEM_START = 3.0

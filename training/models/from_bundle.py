@@ -16,10 +16,15 @@ from kinlens.embedder.bundle import MANIFEST, WEIGHTS, Bundle
 from kinlens.embedder.errors import CheckpointError, JobError
 from kinlens.training.config.job import Job, expand_path, parse_job
 from kinlens.training.config.settings import TIMM, Model, Pooling
-from kinlens.training.models.backbones import BATCH_NORMS, fold_batch_norm, layers_of
+from kinlens.training.models.backbones import (
+    BATCH_NORMS,
+    State,
+    TimmTrunk,
+    fold_batch_norm,
+    layers_of,
+    read_weights,
+)
 from kinlens.training.models.embedding import EmbeddingNet, torch_embed
-from kinlens.training.models.timm_trunk import TimmTrunk
-from kinlens.training.models.weights import State, read_weights
 
 MAX_DIFFERENCE = 1e-3
 """Per coordinate of the golden vectors; another summation order causes a tenth of that."""

@@ -27,8 +27,7 @@ try:
     from kinlens.training.commands.data import app as data_app
     from kinlens.training.commands.evaluate import evaluate, report
     from kinlens.training.commands.export import export
-    from kinlens.training.commands.fit import fit, new
-    from kinlens.training.commands.studies import crossval, search, tournament
+    from kinlens.training.commands.fit import crossval, fit, new, search, tournament
 except ModuleNotFoundError as missing:
     raise _needs(missing) from None
 

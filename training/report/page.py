@@ -16,8 +16,8 @@ from kinlens.training.distributed import world
 from kinlens.training.evaluation.retrieval import GAIN
 from kinlens.training.folder import RESULT, Result, read_result, replace_text
 from kinlens.training.regularizers.shares import LEAST
-from kinlens.training.report.markdown import plain, table
 from kinlens.training.report.notices import CHOSEN_BY, after_epoch, did_it_help
+from kinlens.training.report.tables import plain, table
 from kinlens.training.state import Row, on_validation
 
 Rows = Sequence[Row]

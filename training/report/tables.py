@@ -1,21 +1,19 @@
-"""Tables of finished runs in Markdown, methods over seeds.
+"""Tables in Markdown, and that of a study: finished runs, as methods over seeds.
 
 A study is a JSON file of the records of runs; its table can be rebuilt without them.
 """
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from html import escape
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pandas as pd
-
 from kinlens.embedder.errors import CheckpointError, JobError
 from kinlens.training.folder import RESULT, Result, read_result, replace_text, settings
-from kinlens.training.report.markdown import table
 from kinlens.training.state import OF_TERMS, on_validation
 
 _SEED = re.compile(r"seed-\d+")
@@ -125,35 +123,43 @@ def record(method: str, result: Result) -> Record:
 
 def methods(study: Study) -> list[str]:
     """Markdown: a row per method, with the paired difference. Raises: JobError."""
-    runs = pd.DataFrame([_row(record) for record in study.records])
-    figures = [name for name in runs if re.fullmatch(r"R@\d+", name)]
-    figures += [name for name in ("MAP@R",) if name in runs]
-    shares = [name for name in runs if name.startswith("share ")]
-    precisions = sorted(name for name in runs if name.startswith("R@1 in "))
-    by_method = dict(list(runs.groupby("method", sort=False)))
+    by_method: dict[str, list[Record]] = {}
+    for record in study.records:
+        by_method.setdefault(record.method, []).append(record)
+    known = dict.fromkeys(name for record in study.records for name in record.figures)
+    figures = [name for name in known if re.fullmatch(r"R@\d+", name)]
+    figures += ["MAP@R"] if "MAP@R" in known else []
+    shares = dict.fromkeys(n for r in study.records for n in r.terms if n.startswith("share "))
+    precisions = sorted({name for record in study.records for name in record.bundle})
     rows = []
     for name, of in by_method.items():
         other = study.against.get(name, study.against.get("", ""))
         paired = other != name and other in by_method
+        steps = [1000 * r.seconds_per_step for r in of if r.seconds_per_step is not None]
+        trunk = _mean([r.trunk for r in of], "R@1")
+        means = (_mean([r.figures for r in of], figure, figure == "R@1") for figure in figures)
         difference = _difference(of, by_method[other]) if paired else ""
-        share = ", ".join(filter(None, (_mean(of[column]) for column in shares)))
-        ms = f"{of['ms'].median():.0f}" if of["ms"].notna().any() else ""
-        means = (_mean(of[figure]) for figure in ("trunk R@1", *figures))
-        more = (_mean(of[precision]) for precision in precisions)
-        rows.append([name, str(len(of)), *means, difference, share, ms, *more])
+        share = ", ".join(
+            filter(None, (_mean([r.terms for r in of], s, factor=100) for s in shares))
+        )
+        ms = f"{statistics.median(steps):.0f}" if steps else ""
+        more = (_mean([r.bundle for r in of], precision) for precision in precisions)
+        rows.append([name, str(len(of)), trunk, *means, difference, share, ms, *more])
     header = ["method", "seeds", "trunk R@1", *figures, "ΔR@1", "share, %", "ms per step"]
-    return table([*header, *precisions], rows)
+    return table([*header, *(f"R@1 in {precision}" for precision in precisions)], rows)
 
 
 def paired_difference(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
     """Mean of a - b over n pairs, and half of its 95 % interval by Student's t (inf for n < 2)."""
-    differences = np.asarray(a) - np.asarray(b)
-    if len(differences) < 2:
-        return float(differences.mean()), float("inf")
+    differences = [x - y for x, y in zip(a, b, strict=True)]
+    count = len(differences)
+    mean = statistics.fmean(differences)
+    if count < 2:
+        return mean, float("inf")
     from scipy import stats  # here, since its import takes a second
 
-    t = stats.t.ppf(0.975, len(differences) - 1)
-    return float(differences.mean()), float(t * stats.sem(differences))
+    t = float(stats.t.ppf(0.975, count - 1))
+    return mean, t * statistics.stdev(differences) / count**0.5
 
 
 def replace_block(page: Path, name: str, lines: Sequence[str]) -> None:
@@ -167,47 +173,44 @@ def replace_block(page: Path, name: str, lines: Sequence[str]) -> None:
     replace_text(page, "\n".join([before + first, "", *lines, "", last + after]))
 
 
-def _row(record: Record) -> dict[str, Any]:
-    seconds = record.seconds_per_step
-    return {
-        "method": record.method,
-        "seed": record.seed,
-        "split": record.split_sha256,
-        "trunk R@1": record.trunk.get("R@1", np.nan),
-        **record.figures,
-        **{name: 100 * value for name, value in record.terms.items() if name.startswith("share ")},
-        "ms": np.nan if seconds is None else 1000 * seconds,
-        **{f"R@1 in {precision}": value for precision, value in record.bundle.items()},
-    }
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Lines of a Markdown table; the cells are Markdown already."""
+    head, *body = ["| " + " | ".join(line) + " |" for line in [header, *rows]]
+    return [head, "|" + "---|" * len(header), *body]
 
 
-def _mean(values: pd.Series) -> str:
-    known = values.dropna()
-    if known.empty:
+def plain(text: object) -> str:
+    """`text` on one line, escaped so that Markdown sees no table, tag or emphasis."""
+    line = escape(" ".join(str(text).split()), quote=False)
+    return re.sub(r"[\\`*_\[\]|]", r"\\\g<0>", line)
+
+
+def _mean(
+    rows: Sequence[Mapping[str, float]], name: str, with_spread: bool = False, factor: float = 1
+) -> str:
+    values = [factor * row[name] for row in rows if name in row]
+    if not values:
         return ""
-    spread = f" ± {known.std():.1f}" if known.name == "R@1" and len(known) > 1 else ""
-    return f"{known.mean():.{1 if _in_percent(known.name) else 3}f}{spread}"
+    spread = f" ± {statistics.stdev(values):.1f}" if with_spread and len(values) > 1 else ""
+    return f"{statistics.fmean(values):.1f}{spread}"
 
 
-def _in_percent(figure: str) -> bool:
-    return "@" in figure or figure in ("NMI", "F1") or figure.startswith("share ")
-
-
-def _difference(runs: pd.DataFrame, others: pd.DataFrame) -> str:
-    pairs = runs.merge(others, on="seed", suffixes=("", " of other"))
-    pairs = pairs.dropna(subset=["R@1", "R@1 of other"])
-    for pair in pairs.to_dict("records"):
-        if len({pair["split"], pair["split of other"]} - {""}) > 1:
+def _difference(runs: Sequence[Record], others: Sequence[Record]) -> str:
+    by_seed = {other.seed: other for other in others}
+    pairs = [(run, by_seed[run.seed]) for run in runs if run.seed in by_seed]
+    pairs = [pair for pair in pairs if all("R@1" in one.figures for one in pair)]
+    for run, other in pairs:
+        if len({run.split_sha256, other.split_sha256} - {""}) > 1:
             raise JobError(
-                f"{pair['method']} and {pair['method of other']} were tested on different images "
-                f"(seed {pair['seed']}), so their figures are not comparable. Keep them in "
-                "separate studies."
+                f"{run.method} and {other.method} were tested on different images (seed "
+                f"{run.seed}), so their figures are not comparable. Keep them in separate studies."
             )
-    if pairs.empty:
+    if not pairs:
         return ""
-    mean, half = paired_difference(pairs["R@1"], pairs["R@1 of other"])
-    spread = "" if np.isinf(half) else f" ± {half:.1f}"
-    return f"{mean:+.1f}{spread} ({pairs['method of other'].iloc[0]})"
+    ours, theirs = ([one.figures["R@1"] for one in side] for side in zip(*pairs, strict=True))
+    mean, half = paired_difference(ours, theirs)
+    spread = "" if half == float("inf") else f" ± {half:.1f}"
+    return f"{mean:+.1f}{spread} ({others[0].method})"
 
 
 def _of_peer(source: Path) -> Record:

@@ -10,8 +10,8 @@ from kinlens.training.config.job import Job, parse_job
 from kinlens.training.data.protocol import folds
 from kinlens.training.data.records import Split
 from kinlens.training.folder import Result, finished_result, replace_text, stamp
-from kinlens.training.report.markdown import table
 from kinlens.training.report.notices import CHOSEN_BY
+from kinlens.training.report.tables import table
 from kinlens.training.runner import run_job
 from kinlens.training.trainer import Listener
 

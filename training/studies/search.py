@@ -29,7 +29,7 @@ from kinlens.training.config.layers import read_file
 from kinlens.training.data.protocol import hold_out, without_test
 from kinlens.training.data.records import Split
 from kinlens.training.folder import replace_json, replace_text, stamp
-from kinlens.training.report.markdown import plain, table
+from kinlens.training.report.tables import plain, table
 from kinlens.training.runner import run_job
 from kinlens.training.studies.crossval import Runner, on_validation
 from kinlens.training.trainer import Listener

@@ -43,9 +43,8 @@ from kinlens.training.config.job import (
 from kinlens.training.config.layers import lay_over, read_file
 from kinlens.training.config.settings import CHOOSE_BY_TEST
 from kinlens.training.folder import Result, exclusive, finished_result, is_begun, replace_text
-from kinlens.training.report.markdown import plain, table
 from kinlens.training.report.notices import CHOSEN_BY
-from kinlens.training.report.tables import Study, methods, record
+from kinlens.training.report.tables import Study, methods, plain, record, table
 
 _AXES = ("loss", "regularizer", "backbone", "dim", "seed")
 _FAILURE, _OUTPUT = "failure.txt", "output.log"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -67,6 +68,10 @@ def test_fit_evaluate_and_export_walk_the_road(
     figure = re.compile(r"R@1 \d+\.\d+")
     of_run, of_bundle = (figure.search(called("evaluate", source)) for source in (out, bundle))
     assert of_run[0] == of_bundle[0]
+    called("evaluate", out, "--plot", tmp_path / "new" / "embeddings.png")
+    with Image.open(tmp_path / "new" / "embeddings.png") as plot:
+        assert len(plot.convert("RGB").getcolors(1 << 20)) > 3
+    refused(["evaluate", out, "--plot", "embeddings.jpeg"], "ends in .png, .svg or .pdf")
     figures = json.loads(runner.invoke(app, ["evaluate", str(bundle), "--full", "--json"]).stdout)
     assert figures.keys() >= {"R@1", "MAP@R", "NMI", "F1", "uniformity", "spectral_decay"}
     refused(["export", out, "--set", "input.size_px=24"], "a trained model keeps its settings")

@@ -12,6 +12,7 @@ from kinlens.training.evaluation.clustering import agreement, clustering
 from kinlens.training.evaluation.evaluate import evaluate_embeddings
 from kinlens.training.evaluation.retrieval import GAIN, gain, retrieval
 from kinlens.training.evaluation.structure import structure
+from kinlens.training.report.plots import positions
 from kinlens.training.report.tables import paired_difference
 
 KS = (1, 2, 4, 8, 10_000)
@@ -234,6 +235,17 @@ def test_memory_beside_the_embeddings_is_a_few_blocks(measure) -> None:
 
 def ranks_of(right: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(np.where(right, 0, 3))
+
+
+def test_images_of_a_class_stay_together_in_the_plane() -> None:
+    labels = np.arange(60) % 4
+    vectors = unit(np.eye(4)[labels] @ random_set(4, 16)[0] + 0.1 * random_set(60, 16)[0])
+    plane = positions(vectors)
+    assert plane.shape == (60, 2)
+    distances = np.linalg.norm(plane[:, None] - plane, axis=2) + np.diag([np.inf] * 60)
+    assert (labels[distances.argmin(axis=1)] == labels).mean() > 0.9
+    assert np.array_equal(positions(vectors), plane)
+    assert np.isfinite(positions(vectors[:2])).all()
 
 
 def test_the_interval_of_a_gain_is_that_of_paired_changes_with_classes_as_units() -> None:

@@ -43,6 +43,10 @@ def evaluate(
     engine: Annotated[
         str, typer.Option(help="For a bundle: onnxruntime, openvino, or auto to choose.")
     ] = "auto",
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Also draw the embeddings in the plane (t-SNE): a .png, .svg or .pdf."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Recall@K and MAP@R of a run or bundle, on the test images of its job or on other images.
@@ -58,7 +62,7 @@ def evaluate(
     require_run(source)
     from kinlens.training.evaluation.retrieval import with_interval
 
-    figures, queries = figures_of(source, overrides, data, full, precision, engine)
+    figures, queries = figures_of(source, overrides, data, full, precision, engine, plot)
     if as_json:
         typer.echo(json.dumps(figures))
         return
@@ -74,6 +78,7 @@ def figures_of(
     full: bool = False,
     precision: str = "fp32",
     engine: str = "auto",
+    plot: Path | None = None,
 ) -> tuple[dict[str, float], int]:
     """The figures of a run or bundle, as of the command `evaluate`, and the number of queries."""
     import torch
@@ -83,7 +88,10 @@ def figures_of(
     from kinlens.training.evaluation.evaluate import embed_with, evaluate_embeddings, searched
     from kinlens.training.evaluation.retrieval import queries_in
     from kinlens.training.evaluation.structure import require_distinct
+    from kinlens.training.report.plots import draw_embeddings, require_plot
 
+    if plot is not None:
+        require_plot(plot)
     if (source / MANIFEST).is_file():
         embed, spec, job, split_sha256, seen = _of_bundle(source, precision, engine)
     elif precision != "fp32" or engine != "auto":
@@ -118,6 +126,9 @@ def figures_of(
     settings: dict[str, Any] = {} if job is None else {"ks": job.recall_at, "seed": job.seed}
     require_distinct(torch.from_numpy(vectors[0]))
     figures = evaluate_embeddings(*searched(vectors, parts), full=full, **settings)
+    if plot is not None:
+        draw_embeddings(plot, vectors[0], parts[0], 0 if job is None else job.seed)
+        note(f"Plot: {plot}")
     return figures, queries
 
 

@@ -44,9 +44,10 @@ from kinlens.training.config.layers import lay_over, read_file
 from kinlens.training.config.settings import CHOOSE_BY_TEST
 from kinlens.training.folder import Result, exclusive, finished_result, is_begun, replace_text
 from kinlens.training.report.notices import CHOSEN_BY
+from kinlens.training.report.plots import draw_sizes
 from kinlens.training.report.tables import Study, methods, plain, record, table
 
-_AXES = ("loss", "regularizer", "backbone", "dim", "seed")
+_AXES = ("grid", "loss", "regularizer", "backbone", "dim", "seed")
 _FAILURE, _OUTPUT = "failure.txt", "output.log"
 _DECIMALS = 9
 """Means that differ only by rounding are a tie."""
@@ -363,6 +364,10 @@ def write_report(folder: Path, runs: Sequence[Run]) -> None:
         )
     if finished:
         lines += ["", "## Ranks by R@1", "", *_ranking(figures)]
+    sizes = figures[done].dropna(subset=["dim"])
+    if sizes["dim"].nunique() > 1:
+        draw_sizes(folder / "sizes.png", sizes)
+        lines += ["", "![R@1 over embedding sizes](sizes.png)"]
     for experiment in dict.fromkeys(run.experiment for run, _ in finished):
         here = ((run, result) for run, result in finished if run.experiment == experiment)
         records = tuple(record(run.competitor, result) for run, result in here)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from kinlens.embedder.errors import JobError
 from kinlens.training.config.job import Job, load_job
@@ -247,6 +248,20 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
     runs[0] = tournament_run("a", dim=16)
     assert "there is no ranking" in report(tmp_path, runs)
     assert "0 of 2 runs finished" in report(tmp_path, [runs[0], runs[-1]])
+
+
+def test_sizes_are_drawn_where_there_are_several(tmp_path: Path) -> None:
+    runs = [
+        finished(tournament_run(loss, backbone, dim, seed), 50.0 + seed)
+        for loss in "ab"
+        for backbone in ("net", "other")
+        for dim in (16, 64)
+        for seed in (0, 1)
+    ]
+    assert "sizes.png" in report(tmp_path, runs)
+    with Image.open(tmp_path / "sizes.png") as plot:
+        assert plot.width > 2 * plot.height  # a panel for each network
+    assert "sizes.png" not in report(tmp_path, [run for run in runs if run.dim == 16])
 
 
 def test_grids_of_several_data_sets_are_one_tournament(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ from kinlens.indexer.live.ranking import (
     check_search,
 )
 from kinlens.indexer.live.reader import MAX_SORTED, check_sorted
-from kinlens.indexer.live.rerank import reorder_of
+from kinlens.indexer.live.rerank import in_order, reorder_of
 from kinlens.indexer.types import (
     AttributeFacts,
     Consistency,
@@ -678,9 +678,7 @@ def _sorted(now: Collection, condition: str, order: SortBy) -> list[Item]:
     if now.kinds or now.count():
         check_attribute(order.attribute, now.kinds, "sort by")
     items = list(map(item_of, _few(now, condition, f"sort_by = {order.attribute!r:.160}")))
-    known = [item for item in items if order.attribute in item.attributes]
-    known.sort(key=lambda item: order.value_of(item.attributes), reverse=order.descending)
-    return known + [item for item in items if order.attribute not in item.attributes]
+    return [items[index] for index in in_order(order, items)]
 
 
 def _counted(

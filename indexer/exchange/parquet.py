@@ -99,7 +99,7 @@ def read_dump(path: Path | str) -> GalleryExport:
     Raises: SourceError; EngineUnavailableError without pyarrow.
     """
     path = Path(path)
-    with _damage_explained(path), contextlib.closing(_open(path)) as file:
+    with damage_explained(path), contextlib.closing(_open(path)) as file:
         schema, count = file.schema_arrow, file.metadata.num_rows
         dim = _checked_dim(path, schema)
         facts = _facts(path, schema, dim)
@@ -246,7 +246,7 @@ def _facts(path: Path, schema: Any, dim: int) -> dict[str, str]:
 def _entries(path: Path) -> Iterator[Entry]:
     """All rows. Invalid values such as NaN are refused later, by the gallery."""
     row = 1
-    with _damage_explained(path), contextlib.closing(_open(path)) as file:
+    with damage_explained(path), contextlib.closing(_open(path)) as file:
         for batch in file.iter_batches(ROWS):
             _refuse_missing(path, batch, row)
             flat = batch.column(VECTOR).flatten().to_numpy(zero_copy_only=False)
@@ -293,12 +293,14 @@ def _write_errors_explained(out: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _damage_explained(path: Path) -> Iterator[None]:
+def damage_explained(path: Path, cure: str = _CURE) -> Iterator[None]:
+    """Translate the errors of pyarrow while it reads `path` into a SourceError with this advice."""
     pa = load_pyarrow()
     try:
         yield
     except FileNotFoundError as error:
-        raise SourceError(f"{path} is missing. Pass a file of `kinlens-index export`.") from error
+        raise SourceError(f"{path} is missing. Check the name.") from error
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         reason = str(error).partition("\n")[0] or type(error).__name__
-        raise SourceError(f"{path} is not a valid Parquet file: {reason}. {_CURE}") from error
+        kind = "Arrow" if path.suffix.lower() in (".arrow", ".feather") else "Parquet"
+        raise SourceError(f"{path} is not a valid {kind} file: {reason}. {cure}") from error

@@ -161,7 +161,8 @@ def plan_index(
     """
     _check_size(n, dim, settings)
     _check_device(settings.device)
-    budget, gpu_mb = _budget_mb(settings), _gpu_mb(settings, replaces)
+    budget = settings.memory_mb or MEMORY_PART * machine_memory_mb()  # checked: it is above 0
+    gpu_mb = _gpu_mb(settings, replaces)
     refused: list[Plan] = []
     for index_type, reason in _choices(n, dim, settings):
         if refused:
@@ -301,12 +302,6 @@ def _named(name: str, device: str) -> IndexType:
             f"--index auto, {', '.join(names)}."
         )
     raise PlanError(f"Unknown index {name!r}. Choose --index auto, {', '.join(names)}.")
-
-
-def _budget_mb(settings: IndexSettings) -> float:
-    if settings.memory_mb is not None:
-        return settings.memory_mb
-    return MEMORY_PART * machine_memory_mb()
 
 
 def _gpu_mb(settings: IndexSettings, replaces: bool) -> float:

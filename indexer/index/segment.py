@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +30,7 @@ from kinlens.embedder.errors import GalleryCorruptError, PlanError, RecallError
 from kinlens.embedder.programs.faults import file_fault
 from kinlens.embedder.types import Embeddings
 from kinlens.indexer.bits import Bits, empty_bits, has_bits, packed_bits
-from kinlens.indexer.catalog.vectors import VECTORS, VectorFile
+from kinlens.indexer.catalog.vectors import VECTORS, RowIds, VectorFile
 from kinlens.indexer.index.copies import Copies
 from kinlens.indexer.index.faiss import SegmentIndex
 from kinlens.indexer.index.index_types import INDEX_TYPES, Effort, IndexKind, full
@@ -259,16 +259,6 @@ def brief(error: Exception) -> str:
     return file_fault(error) if isinstance(error, ValidationError) else str(error)
 
 
-class RowIdMap(Protocol):
-    """Maps positions to item ids and back."""
-
-    def of(self, rows: Ids) -> Ids:
-        """The item id of each position."""
-
-    def rows_of(self, ids: Ids) -> Ids:
-        """The position of each item id; -1 for unknown ids."""
-
-
 class _LegacyRowIds:
     """The ids of a segment of an earlier version, whose last positions are not sorted."""
 
@@ -299,7 +289,7 @@ class Segment:
         self,
         manifest: SegmentManifest,
         index: SegmentIndex,
-        row_ids: RowIdMap,
+        row_ids: RowIds | _LegacyRowIds,
         removed: Bits,
         file: VectorFile | None,
         copies: Copies | None = None,
@@ -327,7 +317,7 @@ class Segment:
         manifest = read_manifest(folder)
         for name, facts in manifest.files.items():
             check_file(folder / name, facts, verify_hashes)
-        row_ids: RowIdMap
+        row_ids: RowIds | _LegacyRowIds
         if manifest.vectors is None:
             shape = (manifest.size, manifest.dim)
             vectors: StoredRows = mapped(folder / _OWN_VECTORS, np.float32, shape)

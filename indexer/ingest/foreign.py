@@ -4,7 +4,6 @@ A table has a column of keys and a column of vectors. Its other columns are attr
 divided by their norm, so that their product is the cosine.
 """
 
-import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from numpy.lib.npyio import NpzFile
 
 from kinlens.embedder.errors import SourceError
 from kinlens.indexer.catalog.entries import ROUNDING, norms_of
-from kinlens.indexer.exchange.parquet import METADATA, load_pyarrow
+from kinlens.indexer.exchange.parquet import METADATA, damage_explained, load_pyarrow
 from kinlens.indexer.ingest.tables import read_table
 from kinlens.indexer.types import Entry, GalleryExport
 from kinlens.values import AttributeValue
@@ -30,6 +29,7 @@ _ROWS = 4096
 _FORMATS = {".parquet": "parquet", ".pq": "parquet", ".arrow": "ipc", ".feather": "ipc"}
 _NUMPY = ".npy"
 _SUFFIXES = (*_FORMATS, _NUMPY)
+_CURE = "Write it again, or take another copy of the file."
 
 
 @dataclass(slots=True)
@@ -125,7 +125,7 @@ class Tables:
         import pyarrow.dataset
 
         first = self.files[0]
-        with _damage_explained(first):
+        with damage_explained(first, _CURE):
             table = pyarrow.dataset.dataset(
                 [str(file) for file in self.files], format=_FORMATS[first.suffix.lower()]
             )
@@ -141,7 +141,7 @@ class Tables:
             self._check_column(table.schema, name)
 
         def batches() -> Iterator[Any]:
-            with _damage_explained(first):
+            with damage_explained(first, _CURE):
                 wanted = list(dict.fromkeys([key, vector, *image, *columns]))
                 yield from table.to_batches(columns=wanted, batch_size=_ROWS)
 
@@ -285,7 +285,7 @@ def is_foreign(file: Path) -> bool:
         raise _archive(file)
     if suffix in _SUFFIXES and _FORMATS.get(suffix) != "parquet":
         return True
-    with _damage_explained(file):
+    with damage_explained(file, _CURE):
         schema = load_pyarrow().parquet.read_schema(file)
     return not any(name.startswith(METADATA.encode()) for name in schema.metadata or ())
 
@@ -365,15 +365,3 @@ def _value(value: Any) -> Any:
     if isinstance(value, float) and math.isnan(value):
         return None
     return value
-
-
-@contextlib.contextmanager
-def _damage_explained(file: Path) -> Iterator[None]:
-    pa = load_pyarrow()
-    try:
-        yield
-    except FileNotFoundError as error:
-        raise SourceError(f"{file} does not exist.") from error
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        raise SourceError(f"{file} is not a valid file of its format: {reason}.") from error

@@ -221,10 +221,7 @@ class _ListRows:
 
     def __init__(self, file: Path, root: Path, folder: Path, kinds: Schema) -> None:
         self.file, self.root, self.folder, self.kinds = file, root, folder, kinds
-        header = [name.strip().lower() for name in next(read_rows(file), (0, []))[1]]
-        names = [name.partition(":")[0].strip() for name in header]
-        # A list that has no column key may name its products instead.
-        self.key = PRODUCT if "key" not in names and PRODUCT in names else "key"
+        self.key = _key_column(file)
         self.required = (self.key, "path")
         # One product of several images is enough: the others are products as well.
         self.is_of_products = self.key == PRODUCT
@@ -341,8 +338,7 @@ def csv_changes(
     Raises: the errors of `csv_source`.
     """
     file = Path(file)
-    header = [name.strip().lower() for name in next(read_rows(file), (0, []))[1]]
-    column = PRODUCT if "key" not in header and PRODUCT in header else "key"
+    column = _key_column(file)
     changes: dict[str, Mapping[str, AttributeValue | None]] = {}
     lines: dict[str, int] = {}
     for row in read_table(file, (column,), kinds):
@@ -356,6 +352,13 @@ def csv_changes(
     if not changes:
         raise SourceError(f"{file} lists no changes. Add one line per item.")
     return column, changes
+
+
+def _key_column(file: Path) -> str:
+    """The column of the keys: a list without one may name its products instead."""
+    _, header = next(read_rows(file), (0, []))
+    names = [name.partition(":")[0].strip().lower() for name in header]
+    return PRODUCT if "key" not in names and PRODUCT in names else "key"
 
 
 def _split_record(row: list[str], root: Path, position: str, folder: Path) -> Record:

@@ -4,6 +4,7 @@ Only items whose image is a file below the folder of the source are removed. Upl
 vectors without an image stay, unless they are to be removed as well.
 """
 
+import contextlib
 import hashlib
 import json
 import math
@@ -261,27 +262,15 @@ class FileHashes:
             connection.execute("DELETE FROM moved")
             connection.executemany("INSERT INTO moved VALUES (?)", ((number,) for number in ids))
 
-    def _writing(self) -> "_Writing":
-        return _Writing(self._connection, self._file)
-
-
-class _Writing:
-    """A transaction whose errors name the file."""
-
-    def __init__(self, connection: sqlite3.Connection, file: Path | None) -> None:
-        self.connection, self.file = connection, file
-
-    def __enter__(self) -> sqlite3.Connection:
-        return self.connection.__enter__()
-
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[sqlite3.Connection]:
+        """A transaction whose errors name the file."""
         try:
-            self.connection.__exit__(kind, error, trace)  # type: ignore[arg-type]
-        except sqlite3.Error as failure:
-            error, kind = failure, type(failure)
-        if isinstance(error, sqlite3.Error):
+            with self._connection:
+                yield self._connection
+        except sqlite3.Error as error:
             raise GalleryWriteError(
-                f"Cannot write {self.file}: {error}. Check the free space and the permissions."
+                f"Cannot write {self._file}: {error}. Check the free space and the permissions."
             ) from error
 
 

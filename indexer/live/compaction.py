@@ -7,6 +7,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import TypeVar
@@ -211,27 +212,23 @@ def compaction_lock(generation: Path, wait: bool) -> Iterator[None]:
         yield
 
 
+@dataclass(slots=True)
 class _Compaction:
-    """One run of a compaction; a call of `run` does all the work."""
+    """One run of a compaction; a call of `run` does all the work.
 
-    def __init__(
-        self,
-        generation: Path,
-        settings: IndexSettings,
-        keep_removed_s: float,
-        from_scratch: bool,
-        on_progress: Progress | None,
-    ) -> None:
-        self._generation = generation
-        self._settings = settings
-        self._keep_removed_s = keep_removed_s
-        self._kept = (0.0, 0.0)  # the times between which restorable items were removed
-        self._from_scratch = from_scratch
-        self._on_progress = on_progress
+    kept: the times between which restorable items were removed.
+    """
+
+    generation: Path
+    settings: IndexSettings
+    keep_removed_s: float
+    from_scratch: bool
+    on_progress: Progress | None
+    kept: tuple[float, float] = (0.0, 0.0)
 
     def run(self, catalog: Catalog) -> tuple[str | None, SegmentManifest | None]:
         """Write and adopt a segment. Returns its name and manifest, None for an empty gallery."""
-        segments, name = self._generation / SEGMENTS, None
+        segments, name = self.generation / SEGMENTS, None
         with staged(segments) as stage:  # keeps `collect` away until the catalogue names it
             state, file, manifest = self._write(stage, catalog)
             if manifest is not None:
@@ -242,7 +239,7 @@ class _Compaction:
             with catalog.writing() as writer:
                 writer.adopt_segment(name, state.seq, file)
             crash_point("adopt: after commit")
-            catalog.erase(self._kept)
+            catalog.erase(self.kept)
         return name, manifest
 
     def _write(
@@ -258,30 +255,30 @@ class _Compaction:
             state, ids, file = view.state(), view.live_ids(), view.file
             assert file is not None  # it has been converted
             now = time.time()  # after the view was opened: times in the future have expired
-            self._kept = now - self._keep_removed_s, now
-            restorable = view.removed_ids(self._kept)
+            self.kept = now - self.keep_removed_s, now
+            restorable = view.removed_ids(self.kept)
             is_wanted = self._is_to_write(view, file, ids, restorable)
             rewritten = self._rewritten(view, ids, restorable, file) if is_wanted else None
             if not len(ids):
                 return state, rewritten, None
             rows = _rows(rewritten or file, ids, view)
-            plan = plan_compaction(len(rows.indexed), view.dim, self._settings, file.type)
+            plan = plan_compaction(len(rows.indexed), view.dim, self.settings, file.type)
             _check_space(stage, plan.code_bytes + len(ids) * COLUMN_BYTES)
             previous = (
-                None if self._from_scratch else self._previous_segment(state, file, rewritten, rows)
+                None if self.from_scratch else self._previous_segment(state, file, rewritten, rows)
             )
-            columns = load_columns(self._generation, view, from_scratch=self._from_scratch)
+            columns = load_columns(self.generation, view, from_scratch=self.from_scratch)
             if rewritten is not None:
                 columns = columns.moved(rewritten.name, rewritten.row_ids, rows.size)
         if columns.changes or rewritten is not None:
-            store_columns(self._generation, columns)
+            store_columns(self.generation, columns)
         manifest = write_segment(
             stage,
             state.seq,
             rows,
-            self._settings,
+            self.settings,
             plan,
-            self._on_progress,
+            self.on_progress,
             previous,
         )
         return state, rewritten, manifest
@@ -290,14 +287,14 @@ class _Compaction:
         """Whether to rewrite the vectors without removed items that cannot be restored."""
         size = file.row_ids.rows_up_to(view.last_given())
         removed = size - len(ids) - len(restorable)
-        is_wanted = self._keep_removed_s <= 0 or removed > MAX_REMOVED_ROWS * size
+        is_wanted = self.keep_removed_s <= 0 or removed > MAX_REMOVED_ROWS * size
         return removed > 0 and is_wanted
 
     def _rewritten(
         self, view: CatalogView, ids: Ids, restorable: Ids, file: VectorFile
     ) -> VectorFile:
         """A new file with the rows of the items `ids`, and of removed items."""
-        folder = self._generation / VECTORS
+        folder = self.generation / VECTORS
         make_folder(folder, "vectors")
         every = np.union1d(ids, restorable)
         _check_space(folder, NUMBER_BYTES[file.type] * len(every) * view.dim)
@@ -312,8 +309,8 @@ class _Compaction:
     def _with_progress(self, batches: Iterable[T]) -> Iterator[T]:
         """Report progress before each batch, which cancels the compaction on close."""
         for batch in batches:
-            if self._on_progress is not None:
-                self._on_progress(0)
+            if self.on_progress is not None:
+                self.on_progress(0)
             yield batch
 
     def _previous_segment(
@@ -326,7 +323,7 @@ class _Compaction:
         """The current segment, if it is of the current format and undamaged."""
         if state.segment is None:
             return None
-        folder = self._generation / SEGMENTS / state.segment
+        folder = self.generation / SEGMENTS / state.segment
         try:
             manifest = read_manifest(folder)
             if manifest.vectors != file.name:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from kinlens.embedder.errors import InvalidParameterError
 from kinlens.embedder.types import Embeddings
 from kinlens.indexer.live.ranking import Candidate, Reorder
-from kinlens.indexer.types import Boost, SearchOptions, SortBy
+from kinlens.indexer.types import Boost, Item, SearchOptions, SortBy
 
 Span = Callable[[str], tuple[float, float] | None]
 """The lowest and highest value of a numeric attribute; None if the engine does not know them.
@@ -38,7 +38,7 @@ def reorder_of(
     if not options.reorders:
         return None
     if options.sort_by is not None:
-        return partial(_sorted, options.sort_by)
+        return partial(in_order, options.sort_by)
     boost = options.boost
     ends = None if boost is None else _ends(boost, span)
 
@@ -56,8 +56,8 @@ def reorder_of(
     return reorder
 
 
-def _sorted(order: SortBy, candidates: Sequence[Candidate]) -> Sequence[int]:
-    """Indices of the candidates, sorted by an attribute; ties stay in the order of their scores."""
+def in_order(order: SortBy, candidates: Sequence[Candidate] | Sequence[Item]) -> Sequence[int]:
+    """Indices of the candidates or items, sorted by an attribute; ties stay in their order."""
     values = [order.value_of(candidate.attributes) for candidate in candidates]
     known = [index for index, value in enumerate(values) if value is not None]
     known.sort(key=lambda index: values[index], reverse=order.descending)

@@ -35,7 +35,7 @@ from kinlens.indexer.folder.layout import GalleryFolder
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.index.index_types import INDEX_TYPES
 from kinlens.indexer.index.plan import IndexSettings
-from kinlens.indexer.index.segment import INDEX, SEGMENTS, read_manifest
+from kinlens.indexer.index.segment import INDEX, SEGMENTS, read_segment_manifest
 from kinlens.indexer.index.tune import recall_at
 from kinlens.indexer.types import Ids, SearchOptions
 
@@ -81,7 +81,7 @@ def build(path: Path, n: int, dim: int, settings: IndexSettings) -> float:
 def measured(path: Path, n: int, dim: int, rounds: int) -> Iterator[tuple[str, object]]:
     """Recall, latencies and QPS of all contestants, in turns, so that noise affects all of them."""
     (segment,) = (GalleryFolder(path).current() / SEGMENTS).iterdir()
-    manifest = read_manifest(segment)
+    manifest = read_segment_manifest(segment)
     yield "index", f"{manifest.kind}, effort {manifest.effort}, k_factor {manifest.k_factor}"
     queries = clustered_queries(n, dim)
     with contextlib.closing(Gallery.open(path)) as gallery:
@@ -159,7 +159,7 @@ def of_gallery(
 
 def of_faiss(path: Path, segment: Path, queries: Embeddings, truth: Ids) -> Contestant:
     """Raw FAISS, with the gallery's index file in memory and its tuned parameters."""
-    manifest = read_manifest(segment)
+    manifest = read_segment_manifest(segment)
     # Rows are in the order of item numbers, since a build leaves no gaps.
     (rows,) = (GalleryFolder(path).current() / VECTORS).glob(f"*/{ROWS['fp32']}")
     index = faiss.IndexFlatIP(manifest.dim)

@@ -65,13 +65,13 @@ def part_of(view: CatalogView, ids: Ids, since: int, on_item: Progress) -> bytes
         return part.serialize()
 
 
-def packed(ids: Ids) -> bytes:
+def packed_ids(ids: Ids) -> bytes:
     """Numbers in a short form if most are the successor of the one before."""
     return zlib.compress(np.diff(ids, prepend=0).astype("<i8").tobytes())
 
 
-def unpacked(data: bytes) -> Ids:
-    """The numbers of `packed`."""
+def unpacked_ids(data: bytes) -> Ids:
+    """The numbers of `packed_ids`."""
     return np.cumsum(np.frombuffer(zlib.decompress(data), "<i8"), dtype=np.int64)
 
 

@@ -25,7 +25,14 @@ from kinlens.embedder.durable import rename, staged, sync
 from kinlens.embedder.errors import GalleryCorruptError
 from kinlens.indexer.bits import Bits, count_of, packed_bits
 from kinlens.indexer.catalog.vectors import RowIds
-from kinlens.indexer.columns.values import Values, from_arrays, merged, packed, places_of, to_arrays
+from kinlens.indexer.columns.values import (
+    Values,
+    from_arrays,
+    merged_values,
+    packed,
+    places_of,
+    to_arrays,
+)
 from kinlens.indexer.types import Ids, numbers_in
 from kinlens.values import AttributeType, AttributeValue, Scalar, values_in
 
@@ -387,7 +394,7 @@ class Column:
         order = order[self.counts[order - 1] > 0]
         is_new = order > len(base)
         new = packed([self.dictionary.value(code) for code in order[is_new].tolist()], self.type)
-        values = merged(base, order[~is_new] - 1, new, is_new, self.type)
+        values = merged_values(base, order[~is_new] - 1, new, is_new, self.type)
         table = np.zeros(self.codes + 1, np.min_scalar_type(len(order)))
         table[order] = np.arange(1, len(order) + 1)
         chunks = [Chunk(table[chunk.codes], chunk.rows) for chunk in self.chunks]

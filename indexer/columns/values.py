@@ -116,7 +116,7 @@ def packed(values: Sequence[Any], type_: AttributeType) -> Values:
     return list(values)
 
 
-def merged(
+def merged_values(
     values: Values,
     kept: NDArray[np.int64],
     new: Values,

@@ -33,7 +33,7 @@ from kinlens.embedder.durable import (
 )
 from kinlens.embedder.errors import GalleryCorruptError, GalleryError
 from kinlens.indexer.catalog.database import Catalog
-from kinlens.indexer.catalog.replay import Removed, apply_part, finish, unpacked
+from kinlens.indexer.catalog.replay import Removed, apply_part, finish, unpacked_ids
 from kinlens.indexer.catalog.vectors import NUMBERS, ROWS, VECTORS, VectorFile
 from kinlens.indexer.catalog.write import CatalogWriter
 from kinlens.indexer.exchange.objects import ObjectFolder
@@ -47,8 +47,12 @@ from kinlens.indexer.exchange.published import (
 from kinlens.indexer.folder.layout import DOWNLOADS, GalleryFolder, disk_errors_explained
 from kinlens.indexer.folder.manifest import write_manifest
 from kinlens.indexer.index.copies import Copies
-from kinlens.indexer.index.segment import MANIFEST as SEGMENT_MANIFEST
-from kinlens.indexer.index.segment import SEGMENTS, read_copies, read_manifest
+from kinlens.indexer.index.segment import (
+    SEGMENT_MANIFEST,
+    SEGMENTS,
+    read_copies,
+    read_segment_manifest,
+)
 from kinlens.indexer.live.compaction import CATALOG, collect
 from kinlens.indexer.types import Ids, find_sorted
 
@@ -191,7 +195,7 @@ class Follower:
             [manifest] = self._download(snapshot.segment_files[SEGMENT_MANIFEST])
             shutil.copyfile(manifest, Path(folder, SEGMENT_MANIFEST))
             try:
-                read_manifest(Path(folder))
+                read_segment_manifest(Path(folder))
             except GalleryCorruptError as error:
                 raise GalleryCorruptError(
                     f"The index of the snapshot at {self.address} is of a version of Kinlens that "
@@ -221,7 +225,7 @@ class Follower:
             with catalog.writing() as writer:
                 if snapshot.segment is not None:
                     folder = generation / SEGMENTS / snapshot.segment
-                    copies = read_copies(folder, read_manifest(folder))
+                    copies = read_copies(folder, read_segment_manifest(folder))
                     if copies is not None:
                         _complete(writer, file or writer.file, copies)
                 writer.adopt_segment(snapshot.segment, snapshot.segment_seq, file)
@@ -260,7 +264,7 @@ class Follower:
     def _ids(self, facts: FileFacts) -> Ids:
         """The numbers of an object."""
         [path] = self._download(facts)
-        return unpacked(path.read_bytes())
+        return unpacked_ids(path.read_bytes())
 
     def _download(self, *objects: FileFacts) -> list[Path]:
         """Download the objects that are not on this disk; returns the paths of all.

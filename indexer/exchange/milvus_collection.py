@@ -232,7 +232,7 @@ class Collection:
         for condition in lookups(field, values):
             yield from self.query(condition, fields)
 
-    def claimed(self, entries: Sequence[Entry], vectors: Embeddings) -> tuple[list[Row], "Numbers"]:
+    def claimed(self, entries: Sequence[Entry], vectors: Embeddings) -> tuple[list[Row], "FreeIds"]:
         """The rows with the keys of these entries or the ids that they may get, and free ids."""
         pairs = [*zip(entries, vectors, strict=True)]
         numbers = [
@@ -243,7 +243,7 @@ class Collection:
         keys = [form for entry in entries for form in spellings(entry.key)]
         parts = zip_longest(lookups("key", keys), lookups("number", numbers), fillvalue="")
         rows = [row for part in parts for row in self.query(" or ".join(filter(None, part)), ENTRY)]
-        return rows, Numbers(self, rows, numbers)
+        return rows, FreeIds(self, rows, numbers)
 
     def known(self, keys: Sequence[str], fields: Sequence[str]) -> list[Row]:
         """The rows of these keys, in their order. Raises: ItemNotFoundError."""
@@ -386,7 +386,7 @@ def content_of(vector: Embeddings) -> str:
     return vector.tobytes().hex()
 
 
-class Numbers:
+class FreeIds:
     """Ids that no other item has. Of 100 million hashes, two are equal with a chance of 40 %."""
 
     def __init__(self, strong: Collection, rows: Iterable[Row], asked: Iterable[ItemId]) -> None:

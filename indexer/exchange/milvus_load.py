@@ -7,7 +7,7 @@ import numpy as np
 from kinlens.embedder.durable import crash_point
 from kinlens.embedder.errors import EngineUnavailableError, InvalidParameterError
 from kinlens.indexer.catalog.entries import checked_vectors, learn_types
-from kinlens.indexer.exchange.milvus_collection import ENTRY, Collection, Numbers, batches, row_of
+from kinlens.indexer.exchange.milvus_collection import ENTRY, Collection, FreeIds, batches, row_of
 from kinlens.indexer.exchange.milvus_index import HeldOut
 from kinlens.indexer.types import Entry, Ids, Progress
 from kinlens.values import AttributeType
@@ -59,7 +59,7 @@ def separate(made: Collection, numbers: Ids) -> None:
     strong = made.strong()
     for number in numbers.tolist():
         rows = sorted(strong.lookup("number", [number], ENTRY), key=lambda row: str(row["key"]))
-        free = Numbers(strong, rows[:1], [number])
+        free = FreeIds(strong, rows[:1], [number])
         made.upsert({**row, "number": free.take(row["key"], row["sha256"])} for row in rows[1:])
 
 

@@ -37,7 +37,7 @@ from kinlens.embedder.errors import (
 )
 from kinlens.indexer.catalog.database import catalog_view
 from kinlens.indexer.catalog.read import CatalogView
-from kinlens.indexer.catalog.replay import name_rows, packed, part_of, tombstones, unpacked
+from kinlens.indexer.catalog.replay import name_rows, packed_ids, part_of, tombstones, unpacked_ids
 from kinlens.indexer.catalog.vectors import NUMBERS, VectorFile
 from kinlens.indexer.exchange.objects import Content, ObjectFolder, store_errors_explained
 from kinlens.indexer.exchange.published import (
@@ -46,16 +46,15 @@ from kinlens.indexer.exchange.published import (
     OBJECTS,
     SNAPSHOT,
     Owner,
-    Part,
     PublishedDelta,
+    PublishedPart,
     PublishedSnapshot,
     read_as,
 )
 from kinlens.indexer.folder.layout import PUBLISH, UPLOADS, GalleryFolder, disk_errors_explained
 from kinlens.indexer.folder.manifest import read_manifest
 from kinlens.indexer.images import source_bytes
-from kinlens.indexer.index.segment import MANIFEST as SEGMENT_MANIFEST
-from kinlens.indexer.index.segment import read_manifest as read_segment_manifest
+from kinlens.indexer.index.segment import SEGMENT_MANIFEST, read_segment_manifest
 from kinlens.indexer.live.compaction import CATALOG, with_state
 from kinlens.indexer.types import Ids, Item, Progress
 
@@ -213,7 +212,7 @@ class _Publication:
         if last is not None and last.vectors == view.file.name:
             row_numbers = last.row_numbers
         else:
-            row_numbers = self._upload(packed(np.load(view.file.folder / NUMBERS)))
+            row_numbers = self._upload(packed_ids(np.load(view.file.folder / NUMBERS)))
         snapshot = PublishedSnapshot(
             publisher=self._folder.publisher(),
             published_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
@@ -281,7 +280,7 @@ class _Publication:
                     until=seq,
                     items=len(ids),
                     parts=tuple(self._parts(view, file, ids, since)),
-                    removed=self._upload(packed(removed.ravel())) if removed.size else None,
+                    removed=self._upload(packed_ids(removed.ravel())) if removed.size else None,
                 )
             ]
         return changed, (*(self._without(erased, each, view, file) for each in kept), *new)
@@ -293,7 +292,7 @@ class _Publication:
         """
         if last.vectors == file.name:
             return np.empty(0, np.int64)
-        numbers = unpacked(self._store.read(f"{OBJECTS}/{last.row_numbers.sha256}"))
+        numbers = unpacked_ids(self._store.read(f"{OBJECTS}/{last.row_numbers.sha256}"))
         later = np.arange(numbers[-2] + 1, last.last_given + 1)
         published = np.concatenate([numbers[:-2], later])
         return published[file.row_ids.rows_of(published) < 0]
@@ -302,7 +301,7 @@ class _Publication:
         self, erased: Ids, delta: PublishedDelta, view: CatalogView, file: VectorFile
     ) -> PublishedDelta:
         """A published delta without these items: the parts that may contain one are replaced."""
-        parts: list[Part] = []
+        parts: list[PublishedPart] = []
         for part in delta.parts:
             start, end = np.searchsorted(erased, [part.first, part.last + 1])
             if start == end:
@@ -319,16 +318,18 @@ class _Publication:
             return self._last.live
         _, later = tombstones(view, segment_seq)
         live = np.union1d(view.live_ids(), later)
-        return self._upload(packed(np.append(live, view.last_given())))
+        return self._upload(packed_ids(np.append(live, view.last_given())))
 
-    def _parts(self, view: CatalogView, file: VectorFile, ids: Ids, since: int) -> Iterator[Part]:
+    def _parts(
+        self, view: CatalogView, file: VectorFile, ids: Ids, since: int
+    ) -> Iterator[PublishedPart]:
         """Upload the items of a delta."""
         most = max(1, _PART_BYTES // (file.bytes_of(1) + _ROW_BYTES))
         step = max(most, math.ceil(len(ids) / _MAX_PARTS))
         for start in range(0, len(ids), step):
             some = ids[start : start + step]
             facts = self._upload(part_of(view, some, since, self._on_progress))
-            yield Part(**facts.model_dump(), first=int(some[0]), last=int(some[-1]))
+            yield PublishedPart(**facts.model_dump(), first=int(some[0]), last=int(some[-1]))
 
     def _last_with_image(self) -> int:
         """Upload the missing images; returns the id of the last item for which this was done.

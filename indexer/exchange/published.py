@@ -32,7 +32,7 @@ _VECTORS = r"^[0-9a-f]{8}$"
 _FILE = r"^[a-z]+\.[a-z]+$"
 
 
-class Part(FileFacts, frozen=True, extra="forbid"):
+class PublishedPart(FileFacts, frozen=True, extra="forbid"):
     """An object with items, in the format of `kinlens.indexer.catalog.replay`.
 
     first, last: the lowest and the highest of their ids.
@@ -52,7 +52,7 @@ class PublishedDelta(BaseModel, frozen=True, extra="forbid"):
     since: int = Field(ge=0)
     until: int = Field(ge=0)
     items: int = Field(ge=0)
-    parts: tuple[Part, ...]
+    parts: tuple[PublishedPart, ...]
     removed: FileFacts | None = None
 
     @property

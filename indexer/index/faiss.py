@@ -13,7 +13,7 @@ from kinlens.embedder.errors import GalleryCorruptError, InvalidParameterError
 from kinlens.embedder.machine import core_count
 from kinlens.embedder.types import Embeddings
 from kinlens.indexer.bits import Bits, count_of, has_bits, packed_bits, positions_in
-from kinlens.indexer.index.gpu import LEAST_BYTES, MAX_K, GpuCopy, reason_of
+from kinlens.indexer.index.gpu import LEAST_BYTES, MAX_K, GpuCopy, faiss_reason
 from kinlens.indexer.index.index_types import (
     INDEX_TYPES,
     TUNED_AT,
@@ -288,7 +288,7 @@ class SegmentIndex:
             return empty_result(len(queries), k)
         in_blocks = self._is_half and len(queries) > _HALF_IN_BLOCKS
         if allowed is None and in_blocks:
-            return compare(queries, k, self._vectors, np.arange(self.size))
+            return compare_rows(queries, k, self._vectors, np.arange(self.size))
         if allowed is None:
             return ordered(*found_by(self._flat, queries, k))
         count = count_of(allowed, self.size)
@@ -297,14 +297,14 @@ class SegmentIndex:
             parameters = faiss.SearchParameters(sel=faiss.IDSelectorBitmap(allowed))
             return ordered(*found_by(self._flat, queries, k, parameters))
         if in_blocks or _SPARSE_EXCLUDED * excluded > self.size:
-            return compare(queries, k, self._vectors, positions_in(allowed, self.size))
+            return compare_rows(queries, k, self._vectors, positions_in(allowed, self.size))
         # Over-fetching takes less time than copying the allowed vectors.
         wide = k + min(excluded, int(_OVERFETCH * k * excluded / self.size) + _MIN_OVERFETCH)
         scores, positions = _filtered(*ordered(*found_by(self._flat, queries, wide)), allowed, k)
         short = np.flatnonzero(positions[:, -1] < 0)
         if len(short):
             rows = positions_in(allowed, self.size)
-            scores[short], positions[short] = compare(queries[short], k, self._vectors, rows)
+            scores[short], positions[short] = compare_rows(queries[short], k, self._vectors, rows)
         return scores, positions
 
     def _overfetch(
@@ -407,7 +407,9 @@ def range_search(
     return positions
 
 
-def compare(queries: Embeddings, k: int, vectors: StoredRows, positions: Ids) -> tuple[Scores, Ids]:
+def compare_rows(
+    queries: Embeddings, k: int, vectors: StoredRows, positions: Ids
+) -> tuple[Scores, Ids]:
     """Scores and positions (Q, k) of the best vectors among `positions`; -1 for missing hits."""
     scores, found = empty_result(len(queries), 0)
     for start in range(0, len(positions), CHUNK):
@@ -536,7 +538,7 @@ def _read_codes(path: Path, index_type: IndexType, shape: tuple[int, int]) -> fa
     except (RuntimeError, MemoryError) as error:
         raise GalleryCorruptError(
             f"{path} is not a readable index: it is missing, truncated or damaged "
-            f"({reason_of(error)}). {_CURE}"
+            f"({faiss_reason(error)}). {_CURE}"
         ) from error
     own = faiss.downcast_index(codes.index) if isinstance(codes, faiss.IndexIDMap) else codes
     found = (type(own), codes.metric_type, codes.ntotal, codes.d)

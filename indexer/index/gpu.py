@@ -111,7 +111,7 @@ def failed_trial() -> str | None:
         return None  # the GPU works, but its memory is in use
     if done.returncode < 0:
         return f"a test search was killed by signal {-done.returncode}"
-    return reason_of(RuntimeError(lines[-1])) if lines else "a test search failed"
+    return faiss_reason(RuntimeError(lines[-1])) if lines else "a test search failed"
 
 
 def require_gpu() -> None:
@@ -386,7 +386,7 @@ class GpuCopy:
 
     def _fail(self, error: Exception) -> None:
         with self._lock:
-            self.reason = reason_of(error)
+            self.reason = faiss_reason(error)
             is_new, self._is_logged = not self._is_logged, True
             # A missing or hung GPU does not recover on its own.
             if not (isinstance(error, ProviderError) or self._is_closed):
@@ -405,6 +405,6 @@ def _warmed(load: Callable[[], Search], dim: int) -> Search:
     return search
 
 
-def reason_of(error: BaseException) -> str:
+def faiss_reason(error: BaseException) -> str:
     """The message of a FAISS error without the C++ source location."""
     return str(error).rpartition("Error: ")[2].strip() or type(error).__name__

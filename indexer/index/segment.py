@@ -54,7 +54,7 @@ INDEX = "index.faiss"
 REMOVED = "gone.bin"
 COLUMNS = "columns.bin"
 COPIES = "copies.bin"
-MANIFEST = "segment.json"
+SEGMENT_MANIFEST = "segment.json"
 
 _OWN_VECTORS, _OWN_IDS = "vectors.npy", "ids.npy"  # written by earlier versions
 
@@ -150,16 +150,16 @@ class SegmentManifest(BaseModel, frozen=True, extra="forbid"):
         return Effort(self.effort, self.k_factor, self.gpu.effort if self.gpu else 0)
 
 
-def write_manifest(folder: Path, manifest: SegmentManifest) -> None:
+def write_segment_manifest(folder: Path, manifest: SegmentManifest) -> None:
     """Write the manifest into a folder that is not in use yet. Raises: OSError."""
     manifest = manifest.model_copy(update={"digest": manifest.computed_digest})
     text = manifest.model_dump_json(indent=2) + "\n"
-    (folder / MANIFEST).write_text(text, encoding="utf-8")
+    (folder / SEGMENT_MANIFEST).write_text(text, encoding="utf-8")
 
 
-def read_manifest(folder: Path) -> SegmentManifest:
+def read_segment_manifest(folder: Path) -> SegmentManifest:
     """The manifest of a segment. Raises: GalleryCorruptError."""
-    path = folder / MANIFEST
+    path = folder / SEGMENT_MANIFEST
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         is_removed = isinstance(data, dict) and data.get("kind") in _REMOVED_KINDS
@@ -314,7 +314,7 @@ class Segment:
 
         Raises: GalleryCorruptError; FileNotFoundError if its vectors have been removed.
         """
-        manifest = read_manifest(folder)
+        manifest = read_segment_manifest(folder)
         for name, facts in manifest.files.items():
             check_file(folder / name, facts, verify_hashes)
         row_ids: RowIds | _LegacyRowIds
@@ -461,7 +461,7 @@ def write_segment(
         settings=settings,
         files=files,
     )
-    write_manifest(folder, manifest)
+    write_segment_manifest(folder, manifest)
     return manifest
 
 

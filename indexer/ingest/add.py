@@ -19,9 +19,9 @@ from kinlens.indexer.ingest.embed import (
     EmbedSettings,
     Failure,
     Outcome,
-    embedded,
+    embedded_batch,
     embedded_batches,
-    entry_of,
+    entry_of_outcome,
     failure_of,
     faults_of,
     refuse_unreadable,
@@ -163,7 +163,7 @@ class Ingest:
         changed = [o for o in usable if not is_stored(o, stored.get(o.record.key), self.owned)]
         self.written += Written(unchanged=len(usable) - len(changed))
         vectors = self._vectors(changed, batch.vectors)
-        entries = [entry_of(o, vectors[o.sha256]) for o in changed if o.sha256 in vectors]
+        entries = [entry_of_outcome(o, vectors[o.sha256]) for o in changed if o.sha256 in vectors]
         if entries:
             self.written += self.gallery.add(entries, self.owned)
 
@@ -183,7 +183,7 @@ class Ingest:
         lost = [outcome for outcome in changed if outcome.sha256 not in vectors]
         if lost:  # another process removed these contents since
             records = [outcome.record for outcome in lost]
-            again = embedded(self.source, records, self.embedder, lambda _: ()).vectors
+            again = embedded_batch(self.source, records, self.embedder, lambda _: ()).vectors
             vectors |= again
             self.embedded += len(again)
         for outcome in lost:

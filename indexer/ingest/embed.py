@@ -77,7 +77,7 @@ def embedded_batches(
         try:
             while part := list(islice(records, settings.batch_size)):
                 pending.append(
-                    pool.submit(embedded, source, part, embedder, known, settings.max_bytes)
+                    pool.submit(embedded_batch, source, part, embedder, known, settings.max_bytes)
                 )
                 if len(pending) > ahead:
                     yield pending.popleft().result()
@@ -89,7 +89,7 @@ def embedded_batches(
     return contextlib.closing(batches())
 
 
-def embedded(
+def embedded_batch(
     source: Source,
     records: Sequence[Record],
     embedder: Embedder,
@@ -186,7 +186,7 @@ def faults_of(source: Source) -> tuple[Failure, ...]:
     )
 
 
-def entry_of(outcome: Outcome, vector: NDArray[np.float32]) -> Entry:
+def entry_of_outcome(outcome: Outcome, vector: NDArray[np.float32]) -> Entry:
     """The item to store for a usable record."""
     record = outcome.record
     return Entry(record.key, vector, outcome.sha256, record.attributes, record.path, outcome.format)

@@ -24,7 +24,7 @@ from kinlens.indexer.ingest.embed import (
     EmbedSettings,
     Failure,
     embedded_batches,
-    entry_of,
+    entry_of_outcome,
     failure_of,
     faults_of,
 )
@@ -185,7 +185,7 @@ def embed_part(
             for batch in batches:
                 for outcome in batch.outcomes:
                     if outcome.failure is None:
-                        entries.append(entry_of(outcome, batch.vectors[outcome.sha256]))
+                        entries.append(entry_of_outcome(outcome, batch.vectors[outcome.sha256]))
                     else:
                         failures.append(failure_of(outcome))
         shards.write(shard, entries, failures)

@@ -39,20 +39,23 @@ from kinlens.indexer.folder.layout import GOLDEN, GalleryFolder, disk_errors_exp
 from kinlens.indexer.folder.manifest import (
     CALIBRATION,
     PRECISIONS,
+    REPORT,
     GalleryManifest,
     read_manifest,
     read_report,
     write_manifest,
 )
-from kinlens.indexer.folder.manifest import REPORT as BUILD_REPORT
-from kinlens.indexer.index.segment import MANIFEST as SEGMENT_MANIFEST
-from kinlens.indexer.index.segment import SEGMENTS, check_file
-from kinlens.indexer.index.segment import read_manifest as read_segment_manifest
+from kinlens.indexer.index.segment import (
+    SEGMENT_MANIFEST,
+    SEGMENTS,
+    check_file,
+    read_segment_manifest,
+)
 from kinlens.indexer.live.compaction import CATALOG, with_state
 from kinlens.indexer.live.snapshot import open_segment
 from kinlens.indexer.types import Progress
 
-REPORT = "backup.json"
+BACKUP_REPORT = "backup.json"
 
 _PAGES = 1024  # pages of a catalogue (4 MiB) copied between two progress calls
 
@@ -114,9 +117,9 @@ def restore_backup(
         GalleryError if `out` contains a gallery, without `replace`; GalleryBusyError;
         GalleryWriteError.
     """
-    if not (Path(backup) / REPORT).is_file():
+    if not (Path(backup) / BACKUP_REPORT).is_file():
         raise GalleryNotFoundError(
-            f"No backup at {backup}: {REPORT} is missing. Give the folder that "
+            f"No backup at {backup}: {BACKUP_REPORT} is missing. Give the folder that "
             "`kinlens-index backup ... --out` wrote."
         )
     source, folder = GalleryFolder(backup).current(), GalleryFolder(out)
@@ -137,9 +140,11 @@ def check_backup(backup: Path | str) -> BackupReport:
     """
     folder = GalleryFolder(backup).current()
     try:
-        report = BackupReport.model_validate_json((Path(backup) / REPORT).read_bytes())
+        report = BackupReport.model_validate_json((Path(backup) / BACKUP_REPORT).read_bytes())
     except (OSError, ValueError) as error:
-        raise GalleryCorruptError(f"{Path(backup) / REPORT} cannot be read: {error}") from error
+        raise GalleryCorruptError(
+            f"{Path(backup) / BACKUP_REPORT} cannot be read: {error}"
+        ) from error
     read_manifest(folder)
     with catalog_view(folder / CATALOG) as view:
         state = view.state()
@@ -162,7 +167,7 @@ def _write(source: Path, stage: Path, on_progress: Progress | None) -> BackupRep
         bytes=sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()),
         created_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
     )
-    (stage / REPORT).write_text(report.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    (stage / BACKUP_REPORT).write_text(report.model_dump_json(indent=2) + "\n", encoding="utf-8")
     return report
 
 
@@ -178,7 +183,7 @@ def _copy(
         cleanup.callback(os.close, lock_folder(source))
         write_manifest(target, manifest)
         read_report(source)
-        shutil.copyfile(source / BUILD_REPORT, target / BUILD_REPORT)
+        shutil.copyfile(source / REPORT, target / REPORT)
         for name in (CALIBRATION, PRECISIONS):
             with contextlib.suppress(FileNotFoundError):
                 shutil.copyfile(source / name, target / name)

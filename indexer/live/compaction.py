@@ -50,7 +50,7 @@ from kinlens.indexer.index.segment import (
     Rows,
     SegmentManifest,
     check_file,
-    read_manifest,
+    read_segment_manifest,
     write_segment,
 )
 from kinlens.indexer.types import NUMBER_BYTES, Ids, Progress
@@ -325,7 +325,7 @@ class _Compaction:
             return None
         folder = self.generation / SEGMENTS / state.segment
         try:
-            manifest = read_manifest(folder)
+            manifest = read_segment_manifest(folder)
             if manifest.vectors != file.name:
                 return None
             for name, facts in manifest.files.items():  # damage must not be copied

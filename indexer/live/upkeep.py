@@ -12,8 +12,7 @@ from kinlens.indexer.columns.checkpoint import MANY
 from kinlens.indexer.folder.layout import disk_errors_explained
 from kinlens.indexer.folder.manifest import PRECISIONS, GalleryFacts
 from kinlens.indexer.index.plan import IndexSettings
-from kinlens.indexer.index.segment import SEGMENTS, SegmentManifest
-from kinlens.indexer.index.segment import read_manifest as read_segment_manifest
+from kinlens.indexer.index.segment import SEGMENTS, SegmentManifest, read_segment_manifest
 from kinlens.indexer.live.compaction import (
     CATALOG,
     KEEP_REMOVED_S,

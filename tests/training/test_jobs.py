@@ -1,4 +1,5 @@
 import re
+from functools import cache
 from itertools import islice
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import torch
 
 from kinlens.service.jobs.params import data_kind, training_jobs
 from kinlens.training.config.job import Job, job_toml, load_job, parse_job
-from kinlens.training.config.layers import JOBS, job_names
+from kinlens.training.config.layers import JOBS, job_names, read_file
 from kinlens.training.data.datasets import OFFICIAL
 from kinlens.training.data.samplers import BatchSampler
 from kinlens.training.losses.table import WITH_PROXIES
@@ -38,6 +39,11 @@ TRAIN_SIZES = {kind: data_set.expected["train"] for kind, data_set in OFFICIAL.i
 GRIDS = sorted(TOURNAMENTS.glob("*.toml"))
 
 
+@cache
+def in_grids() -> list[Job]:
+    return [run.job for path in GRIDS if "grids" not in read_file(path) for run in load_grid(path)]
+
+
 def positive_pairs(job: Job, batches: int = 12) -> list[int]:
     """Pairs of a class in the first batches, or in each draw, on as many images as the data has."""
     size = TRAIN_SIZES[job.data.kind]
@@ -51,8 +57,7 @@ def positive_pairs(job: Job, batches: int = 12) -> list[int]:
 
 
 def test_every_loss_without_proxies_finds_positive_pairs_in_every_batch() -> None:
-    jobs = [load_job(name) for name in NAMES]
-    jobs += [run.job for path in GRIDS for run in load_grid(path)]
+    jobs = [*map(load_job, NAMES), *in_grids()]
     batches = {
         (job.data.kind, job.loss.name, job.sampling, job.optimizer.batch_size): job
         for job in jobs
@@ -104,7 +109,20 @@ def distinct() -> list[str]:
 
 @pytest.mark.parametrize("name", distinct())
 def test_each_kind_of_job_trains_two_steps(name: str) -> None:
-    job, labels = miniature(load_job(name)), np.arange(24) % 6
+    trains_two_steps(load_job(name))
+
+
+def test_each_kind_of_run_of_a_grid_trains_two_steps() -> None:
+    known = {parts(load_job(name)) for name in NAMES}
+    runs = {parts(job): job for job in in_grids()}
+    new = [job for kind, job in runs.items() if kind not in known]
+    assert {job.loss.name for job in new} >= {"multi_similarity", "n_pair", "lifted_structure"}
+    for job in new:
+        trains_two_steps(job)
+
+
+def trains_two_steps(whole: Job) -> None:
+    job, labels = miniature(whole), np.arange(24) % 6
     images = torch.randint(0, 256, (24, 3, 32, 32), dtype=torch.uint8)
     run, order = create_run(job, 6), BatchSampler(job, labels)
     model = run.begin_epoch(trunk_frozen=False).train()

@@ -12,7 +12,6 @@ bundle/
 import hashlib
 import json
 import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import get_args
@@ -20,7 +19,7 @@ from typing import get_args
 import numpy as np
 from pydantic import ValidationError
 
-from kinlens.embedder.durable import rename, sync_tree
+from kinlens.embedder.durable import rename, staged, sync_tree
 from kinlens.embedder.errors import BundleCorruptError, BundleError, BundleNotFoundError
 from kinlens.embedder.manifest import (
     FP32,
@@ -182,6 +181,18 @@ class Bundle:
                 )
 
 
+def make_room(out: Path) -> None:
+    """Create the parent folder. Raises: BundleError if `out` exists or cannot be created."""
+    if out.exists():
+        raise BundleError(f"{out} exists already. Choose another folder or delete it first.")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BundleError(
+            f"{out} cannot be created ({error.strerror}). Choose another folder."
+        ) from error
+
+
 def write_bundle(
     out: Path,
     manifest: BundleManifest,
@@ -204,11 +215,8 @@ def write_bundle(
 
     Raises: BundleError if `out` exists.
     """
-    if out.exists():
-        raise BundleError(f"{out} already exists. Choose another folder or remove it first.")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    stage = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
-    try:
+    make_room(out)
+    with staged(out.parent) as stage:
         golden = stage / GOLDEN
         golden.mkdir()
         for number, data in enumerate(golden_images):
@@ -224,12 +232,8 @@ def write_bundle(
         page = _stamped(manifest, stage).model_dump(mode="json")
         text = json.dumps(page, indent=2, ensure_ascii=False)
         (stage / MANIFEST).write_text(text + "\n", encoding="utf-8")
-        stage.chmod(0o755)
         sync_tree(stage, "bundle")  # otherwise a power loss could leave an empty bundle
         rename(stage, out, "bundle")
-    except BaseException:
-        shutil.rmtree(stage, ignore_errors=True)
-        raise
     return Bundle.open(out)
 
 

@@ -1,4 +1,8 @@
-"""Crash-safe files: synced writes and renames, locks between processes, hashing while writing."""
+"""Crash-safe files: synced writes and renames, locks between processes, hashing while writing.
+
+Mostly for galleries and the service, but bundles are written with it too, and this is the package
+that both may import.
+"""
 
 import contextlib
 import fcntl

@@ -2,7 +2,8 @@
 
 import hashlib
 import json
-from operator import not_
+from functools import partial
+from operator import eq, is_, not_
 from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -46,18 +47,6 @@ FP32 = Mode("onnxruntime", "fp32")
 HeldOutSplit = Literal["validation", "test"]
 
 
-def _is_none(value: object) -> bool:
-    return value is None
-
-
-def _is_stored(value: object) -> bool:
-    return value == "stored"
-
-
-def _is_kept(value: object) -> bool:
-    return value == "kept"
-
-
 class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -74,8 +63,8 @@ class Preprocessing(_Frozen):
     resize_px: int = Field(ge=8, le=4096)
     crop_px: int = Field(ge=8, le=4096)
     interpolation: Interpolation = "bilinear"
-    colour: Colour = Field(default="srgb", exclude_if=_is_stored)
-    aspect: Aspect = Field(default="kept", exclude_if=_is_kept)
+    colour: Colour = Field(default="srgb", exclude_if=partial(eq, "stored"))
+    aspect: Aspect = Field(default="kept", exclude_if=partial(eq, "kept"))
 
     @model_validator(mode="after")
     def _crop_fits(self) -> "Preprocessing":
@@ -139,10 +128,12 @@ class Comparison(_Frozen):
 
     recall: dict[str, float]
     recall_at_1_loss: float
-    recall_at_1_interval: tuple[float, float] | None = Field(default=None, exclude_if=_is_none)
+    recall_at_1_interval: tuple[float, float] | None = Field(
+        default=None, exclude_if=partial(is_, None)
+    )
     mixed_recall_at_1_loss: float
-    gallery_recall_at_1_loss: float | None = Field(default=None, exclude_if=_is_none)
-    held_out_cosine: float | None = Field(default=None, exclude_if=_is_none)
+    gallery_recall_at_1_loss: float | None = Field(default=None, exclude_if=partial(is_, None))
+    held_out_cosine: float | None = Field(default=None, exclude_if=partial(is_, None))
     min_cosine: float
     mean_cosine: float
 

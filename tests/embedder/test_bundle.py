@@ -85,7 +85,7 @@ def test_an_edited_manifest_is_refused(
 
 def test_a_write_overwrites_nothing_or_leaves_nothing(tiny_bundle: Bundle, tmp_path: Path) -> None:
     model, nothing = tmp_path / "absent.onnx", np.zeros((0,))
-    with pytest.raises(BundleError, match="already exists"):
+    with pytest.raises(BundleError, match="exists already"):
         write_bundle(tiny_bundle.path, tiny_bundle.manifest, model, [], nothing, nothing)
     out = tmp_path / "new" / "bundle"
     with pytest.raises(FileNotFoundError):

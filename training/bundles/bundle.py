@@ -4,7 +4,6 @@ Exported are normalisation, trunk, pooling, projection, the first flow and the L
 """
 
 import io
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -17,9 +16,17 @@ import numpy as np
 import torch
 from PIL import Image
 
-from kinlens.embedder.bundle import MAP, WEIGHTS, Bundle, model_name, write_bundle
+from kinlens.embedder.bundle import (
+    MAP,
+    WEIGHTS,
+    Bundle,
+    make_room,
+    model_name,
+    write_bundle,
+)
+from kinlens.embedder.durable import staged
 from kinlens.embedder.engines.models import SessionSettings, engine_versions
-from kinlens.embedder.errors import BundleError, CalibrationError, ExportError
+from kinlens.embedder.errors import CalibrationError, ExportError
 from kinlens.embedder.machine import core_count
 from kinlens.embedder.manifest import (
     Baseline,
@@ -45,6 +52,7 @@ from kinlens.training.checkpoint import Checkpoint
 from kinlens.training.config.job import parse_job
 from kinlens.training.config.settings import Input, Model, Runtime
 from kinlens.training.data.records import LabelledImages, Split
+from kinlens.training.device import choose_device
 from kinlens.training.evaluation.evaluate import OnBatch, embed_with, searched
 from kinlens.training.evaluation.retrieval import Retrieval, queries_in, retrieval
 from kinlens.training.evaluation.structure import require_distinct
@@ -174,18 +182,6 @@ def images_to_embed(split: Split) -> int:
     return sum(len(images) for name, images in split.parts.items() if name != "train")
 
 
-def make_room(out: Path) -> None:
-    """Create the parent folder, before the work. Raises: BundleError if `out` cannot be created."""
-    if out.exists():
-        raise BundleError(f"{out} exists already. Choose another folder or delete it first.")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BundleError(
-            f"{out} cannot be created ({error.strerror}). Choose another folder."
-        ) from error
-
-
 def _manifest(
     name: str, net: EmbeddingNet, spec: Preprocessing, backbone: str, **more: Any
 ) -> BundleManifest:
@@ -220,18 +216,17 @@ def _export(
     keep_weights: bool = False,
 ) -> Bundle:
     # Next to the bundle there must be space for it; a /tmp in memory may have none.
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as name:
-        trial = _trial(net, manifest, Path(name))
+    with staged(out.parent) as folder:
+        trial = _trial(net, manifest, folder)
         inputs = trial.golden_inputs()
         fp32 = OnnxEmbedder.open(trial, SessionSettings(threads=core_count()))
         golden = fp32.embed(inputs)
-        by_torch = partial(torch_embed, net)
-        parity = check_parity(by_torch, fp32.embed, inputs)
+        parity = check_parity(partial(torch_embed, net), fp32.embed, inputs)
         figures: dict[str, Any] = {"parity": parity}
         candidates: list[Candidate] = []
         if data is not None:
             candidates = data.accepted(open_candidates(net, data.asked, trial, data.split.train))
-            vectors = _embedded(data, manifest.preprocessing, by_torch, fp32.embed, candidates)
+            vectors = _embedded(data, manifest.preprocessing, net, fp32.embed, candidates)
             figures = _figures(parity, data, vectors, candidates)
             candidates = data.accepted(candidates)
         figures["variants"] = {
@@ -244,10 +239,10 @@ def _export(
         }
         files = {model_name(x.mode.precision): x.model for x in candidates if x.model}
         if with_map:
-            files[MAP] = Path(name) / MAP
+            files[MAP] = folder / MAP
             figures["map"] = write_map(net, manifest.preprocessing, inputs, golden, files[MAP])
         if keep_weights:
-            files[WEIGHTS] = Path(name) / WEIGHTS
+            files[WEIGHTS] = folder / WEIGHTS
             write_weights(net, files[WEIGHTS])
         return write_bundle(
             out,
@@ -275,20 +270,25 @@ def _trial(net: EmbeddingNet, manifest: BundleManifest, folder: Path) -> Bundle:
 def _embedded(
     data: _Data,
     spec: Preprocessing,
-    by_torch: Embed,
+    net: EmbeddingNet,
     by_onnx: Embed,
     candidates: Sequence[Candidate],
 ) -> _Vectors:
-    """Vectors by part of the data and by source; each image is decoded once."""
+    """Vectors by part of the data and by source; each image is decoded once.
+
+    Torch runs on the device of the job, and `net` is on the CPU again afterwards.
+    """
     vectors: _Vectors = {}
+    net.to(choose_device(data.runtime))
     for part, images in data.parts.items():
         functions: dict[str, Embed] = {"fp32": by_onnx}
         if part != "validation":
-            functions["torch"] = by_torch
+            functions["torch"] = partial(torch_embed, net)
         if part == data.held_out:
             functions |= {candidate.mode.key: candidate.embed for candidate in candidates}
         made = embed_with(functions, images, spec, data.runtime, data.on_batch)
         vectors |= {(part, name): found for name, found in made.items()}
+    net.cpu()
     return vectors
 
 

@@ -69,8 +69,8 @@ def adapt(
     precisions = precisions_of(precision)
     root, name, table = shop_of(data)
     # Imported after the folder is found, as torch takes seconds.
-    from kinlens.embedder.bundle import MANIFEST
-    from kinlens.training.bundles.bundle import export_checkpoint, make_room
+    from kinlens.embedder.bundle import MANIFEST, make_room
+    from kinlens.training.bundles.bundle import export_checkpoint
     from kinlens.training.checkpoint import load_chosen
     from kinlens.training.config.job import expand_path, load_job, with_absolute_paths
     from kinlens.training.data.records import content_digest, read_rows

@@ -113,8 +113,8 @@ def test_each_kind_of_job_trains_two_steps(name: str) -> None:
 
 
 def test_each_kind_of_run_of_a_grid_trains_two_steps() -> None:
-    known = {parts(load_job(name)) for name in NAMES}
-    runs = {parts(job): job for job in in_grids()}
+    known = {parts(load_job(name))[:2] for name in NAMES}
+    runs = {parts(job)[:2]: job for job in in_grids()}  # by loss and regularizers
     new = [job for kind, job in runs.items() if kind not in known]
     assert {job.loss.name for job in new} >= {"multi_similarity", "n_pair", "lifted_structure"}
     for job in new:

@@ -1,6 +1,6 @@
 """Filters as JSON: {"colour": "red", "price": {"<": 20}, "or": [{...}, {...}]}."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from kinlens.embedder.errors import FilterError
@@ -16,6 +16,7 @@ from kinlens.indexer.filters.tree import (
     Or,
     Range,
     StartsWith,
+    located,
 )
 
 _SIGNS = ("=", "==", "!=", *LIMITS, "in", "not in", "exists", "starts with")
@@ -51,7 +52,7 @@ def _member(name: str, value: Any, path: str, depth: int) -> Filter:
     if name == "not":
         return Not(_filter(value, path, depth + 1))
     if not isinstance(value, Mapping):
-        return _at(path, lambda: Equals(name, value))
+        return located(path[:200], lambda: Equals(name, value))
     return _compared(name, value, path)
 
 
@@ -65,7 +66,7 @@ def _compared(name: str, signs: Mapping[str, Any], path: str) -> Filter:
     if limits:
         if None in limits.values():
             raise _unexpected(None, path, "a number or a text")
-        parts.append(_at(path, lambda: Range(name, **limits)))
+        parts.append(located(path[:200], lambda: Range(name, **limits)))
     return _joined(parts)
 
 
@@ -74,28 +75,21 @@ def _leaf(name: str, sign: str, value: Any, path: str) -> Filter:
     if sign in ("in", "not in"):
         if not isinstance(value, list | tuple):
             raise _unexpected(value, path, "a list of values")
-        found = _at(path, lambda: In(name, tuple(value)))
+        found = located(path[:200], lambda: In(name, tuple(value)))
     elif sign == "starts with":
-        found = _at(path, lambda: StartsWith(name, value))
+        found = located(path[:200], lambda: StartsWith(name, value))
     elif sign == "exists":
         if not isinstance(value, bool):
             raise _unexpected(value, path, "true or false")
-        found = _at(path, lambda: Exists(name))
+        found = located(path[:200], lambda: Exists(name))
         return found if value else Not(found)
     else:
-        found = _at(path, lambda: Equals(name, value))
+        found = located(path[:200], lambda: Equals(name, value))
     return Not(found) if sign in ("!=", "not in") else found
 
 
 def _joined(parts: list[Filter], by: type[And | Or] = And) -> Filter:
     return parts[0] if len(parts) == 1 else by(tuple(parts))
-
-
-def _at(path: str, make: Callable[[], Filter]) -> Filter:
-    try:
-        return make()
-    except FilterError as error:
-        raise FilterError(f"{error} (at {path[:200]})") from error
 
 
 def _unexpected(value: object, path: str, expected: str) -> FilterError:

@@ -2,8 +2,7 @@
 
 import functools
 import re
-from collections.abc import Callable
-from typing import TypeVar, cast, overload
+from typing import cast, overload
 
 from lark import Lark, Token, Transformer, v_args
 from lark.exceptions import UnexpectedCharacters, UnexpectedInput, UnexpectedToken
@@ -20,10 +19,10 @@ from kinlens.indexer.filters.tree import (
     Or,
     Range,
     StartsWith,
+    located,
 )
 from kinlens.values import Scalar
 
-_T = TypeVar("_T")
 MAX_TEXT = 200_000
 _GRAMMAR = r"""
 ?start: disjunction
@@ -132,10 +131,13 @@ class _Builder(Transformer[Token, Filter]):
         return Not(part)
 
     def compared(self, name: Token, sign: Token, value: Scalar) -> Filter:
-        return _at(name, lambda: _comparison(name.value, sign, value))
+        return located(f"position {name.start_pos}", lambda: _comparison(name.value, sign, value))
 
     def flipped(self, value: Scalar, sign: Token, name: Token) -> Filter:
-        return _at(name, lambda: _comparison(name.value, _FLIPPED.get(sign, sign), value))
+        return located(
+            f"position {name.start_pos}",
+            lambda: _comparison(name.value, _FLIPPED.get(sign, sign), value),
+        )
 
     def between(
         self,
@@ -151,16 +153,18 @@ class _Builder(Transformer[Token, Filter]):
                 "5 <= name <= 9, or join two comparisons by and."
             )
         limits = {LIMITS[_FLIPPED[left]]: first, LIMITS[right]: second}
-        return _at(name, lambda: Range(name.value, **limits))
+        return located(f"position {name.start_pos}", lambda: Range(name.value, **limits))
 
     def among(self, name: Token, *values: Scalar) -> Filter:
-        return _at(name, lambda: In(name.value, values))
+        return located(f"position {name.start_pos}", lambda: In(name.value, values))
 
     def present(self, name: Token) -> Filter:
-        return _at(name, lambda: Exists(name.value))
+        return located(f"position {name.start_pos}", lambda: Exists(name.value))
 
     def beginning(self, name: Token, start: Scalar) -> Filter:
-        return _at(name, lambda: StartsWith(name.value, cast(str, start)))
+        return located(
+            f"position {name.start_pos}", lambda: StartsWith(name.value, cast(str, start))
+        )
 
     def not_among(self, name: Token, *values: Scalar) -> Filter:
         return Not(self.among(name, *values))
@@ -189,13 +193,6 @@ def _comparison(name: str, sign: str, value: Scalar) -> Filter:
         return Range(name, **{LIMITS[sign]: value})
     equals = Equals(name, value)
     return Not(equals) if sign == "!=" else equals
-
-
-def _at(token: Token, make: Callable[[], _T]) -> _T:
-    try:
-        return make()
-    except FilterError as error:
-        raise FilterError(f"{error} (at position {token.start_pos})") from error
 
 
 @functools.cache

@@ -7,12 +7,14 @@ values, one match is enough. A boolean never equals a number. Texts are compared
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from kinlens.embedder.errors import FilterError
 from kinlens.embedder.sources.names import composed
 from kinlens.indexer.attributes import Schema, check_name, checked_type, type_of
 from kinlens.values import AttributeType, AttributeValue, Scalar
+
+T = TypeVar("T")
 
 MAX_DEPTH = 64
 MAX_CONDITIONS = 1000
@@ -28,6 +30,14 @@ _ABOVE: Mapping[str, Callable[[Any, Any], bool]] = {
     "at_most": operator.le,
     "below": operator.lt,
 }
+
+
+def located(place: str, make: Callable[[], T]) -> T:
+    """The result of `make`, whose errors name this place in a filter. Raises: FilterError."""
+    try:
+        return make()
+    except FilterError as error:
+        raise FilterError(f"{error} (at {place})") from error
 
 
 class _Size(NamedTuple):

@@ -323,7 +323,10 @@ def _keys(file: Path, column: Any, name: str, first: int) -> list[str]:
 
 def _vectors(file: Path, column: Any, keys: Sequence[str]) -> Any:
     """The vectors (N, D). Raises: SourceError naming the first that is missing or too short."""
-    lengths = np.array([-1 if v is None else v for v in _lengths(column)])
+    import pyarrow.compute
+
+    counts = pyarrow.compute.list_value_length(column).to_pylist()
+    lengths = np.array([-1 if count is None else count for count in counts])
     if (lengths != lengths[0]).any() or lengths[0] < 1:
         row = int(np.flatnonzero(lengths != max(lengths[0], 1))[0])
         found = "is missing" if lengths[row] < 0 else f"has {lengths[row]} components"
@@ -333,13 +336,6 @@ def _vectors(file: Path, column: Any, keys: Sequence[str]) -> Any:
         )
     flat = column.flatten().to_numpy(zero_copy_only=False)
     return flat.reshape(len(keys), -1)
-
-
-def _lengths(column: Any) -> list[int | None]:
-    import pyarrow.compute
-
-    lengths: list[int | None] = pyarrow.compute.list_value_length(column).to_pylist()
-    return lengths
 
 
 def _rows(batch: Any, columns: Sequence[str]) -> list[dict[str, Any]]:

@@ -235,9 +235,13 @@ class CatchUp(LaterWrites):
     def _take(self, made: Gallery, ids: Ids, on_progress: Progress | None) -> None:
         with self._catalog.reading() as view:
             items = {item.key: item for item in view.get(ids.tolist()).values()}
+        records = [
+            Record(item.key, item.path, item.attributes, item.sha256, item.format)
+            for item in items.values()
+        ]
         source = Source(
             self.gallery.image_root,
-            lambda: (_record(item) for item in items.values()),
+            lambda: iter(records),
             len(items),
             f"gallery {self.gallery.name}",
             read=lambda record, _: self._read_image(items[record.key]),
@@ -266,10 +270,6 @@ def numbers_of(keys: Sequence[str]) -> Ids:
     """The number of each key (N,), as of `numbered`."""
     digests = (blake2b(composed(key).encode(), digest_size=8).digest() for key in keys)
     return np.frombuffer(b"".join(digests), np.int64)
-
-
-def _record(item: Item) -> Record:
-    return Record(item.key, item.path, item.attributes, item.sha256, item.format)
 
 
 class RebuildReport(BaseModel, frozen=True):

@@ -188,7 +188,7 @@ def _copy(
             with contextlib.suppress(FileNotFoundError):
                 shutil.copyfile(source / name, target / name)
         (target / SEGMENTS).mkdir()
-        state = _copy_state(source, target, on_progress or _ignore)
+        state = _copy_state(source, target, on_progress or (lambda _: None))
     try:
         _check(target, state)
     except GalleryCorruptError as error:  # the temporary folder means nothing to the user
@@ -261,7 +261,3 @@ def _refuse_overwrite(folder: GalleryFolder, replace: bool) -> None:
             f"{folder.path} already contains a gallery. Choose another folder with --out, or "
             "replace it with --replace."
         )
-
-
-def _ignore(_: int) -> None:
-    """The default progress callback: does nothing."""

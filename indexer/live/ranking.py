@@ -302,7 +302,7 @@ def best_groups(
 
     Raises: InvalidParameterError for a grouping out of range.
     """
-    _check_grouping(grouping)
+    check_at_least("size", grouping.size, 1)
     if options.near is not None:
         raise InvalidParameterError(
             "near cannot be combined with groups. Use distinct = true, which removes equal "
@@ -379,7 +379,8 @@ class _Search:
             return own
 
         def settled(pool: Pool) -> list[Candidate] | None:
-            kept = self._ordered({c.id: c for c in (*pool.candidates, *own)})
+            every = {c.id: c for c in (*pool.candidates, *own)}
+            kept = list(self._remaining(sorted(every.values(), key=rank)))
             return kept if len(kept) >= size or pool.contains_all(None) else None
 
         def fetch(_rows: Sequence[int], n: int) -> list[Pool]:
@@ -388,16 +389,9 @@ class _Search:
         [best] = settle(fetch, 1, first_count(size, self.options), settled)
         return best
 
-    def _ordered(self, members: Mapping[ItemId, Candidate]) -> list[Candidate]:
-        return list(self._remaining(sorted(members.values(), key=rank)))
-
     def _group(self, key: _Key, members: Sequence[Candidate], score: float) -> Group:
         value = None if key[0] is None else key[1]
         return Group(value, score, [hit(c) for c in members[: self.grouping.size]])
-
-
-def _check_grouping(grouping: Grouping) -> None:
-    check_at_least("size", grouping.size, 1)
 
 
 def check_search(k: int, options: SearchOptions, dim: int, queries: Embeddings) -> Embeddings:

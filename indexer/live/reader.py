@@ -249,11 +249,9 @@ class GalleryReader(Searcher):
         """
         return item_image(self.image_root, self.item(item_id))
 
-    @contextlib.contextmanager
-    def _own_view(self) -> Iterator[CatalogView]:
+    def _own_view(self) -> contextlib.AbstractContextManager[CatalogView]:
         """A separate connection for generators, which may end early or overlap with searches."""
-        with catalog_view(self.generation_folder / CATALOG) as view:
-            yield view
+        return catalog_view(self.generation_folder / CATALOG)
 
 
 def check_sorted(offset: int, limit: int, after: ItemId) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from kinlens.embedder.errors import GalleryCorruptError, InvalidParameterError, ItemNotFoundError
 from kinlens.embedder.types import Embeddings, Hit, ItemId
-from kinlens.indexer.catalog.read import Attributes, CatalogView, Row
+from kinlens.indexer.catalog.read import CatalogView, Row
 from kinlens.indexer.columns.columns import Chosen
 from kinlens.indexer.filters.text import Where, as_filter
 from kinlens.indexer.filters.tree import Filter, check_attribute, check_boosted, check_grouped
@@ -362,7 +362,7 @@ def _fetch(
         return [
             Pool.of(
                 [
-                    _candidate(i, score, *known[i])
+                    Candidate(i, known[i][0], score, known[i][1], known[i][2].hex())
                     for i, score in zip(ids, scores, strict=True)
                     if i >= 0
                 ],
@@ -381,12 +381,6 @@ def _vectors(snapshot: Snapshot, ids: Sequence[ItemId]) -> Embeddings:
     order = np.argsort(found)
     in_order: Embeddings = vectors[order[np.searchsorted(found, ids, sorter=order)]]
     return in_order
-
-
-def _candidate(
-    item_id: ItemId, score: float, key: str, attributes: Attributes, sha256: bytes
-) -> Candidate:
-    return Candidate(item_id, key, score, attributes, sha256.hex())
 
 
 def _rows(now: Reading, ids: Collection[ItemId], options: SearchOptions) -> dict[ItemId, Row]:

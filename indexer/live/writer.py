@@ -36,10 +36,6 @@ T = TypeVar("T")
 _BATCH = 10_000  # items that a change by filter handles in one transaction
 
 
-def _unseen(count: int) -> None:
-    """Ignores the progress."""
-
-
 class GalleryWriter(GalleryUpkeep):
     """The writing methods of a gallery. Thread safe, and safe between processes.
 
@@ -130,7 +126,7 @@ class GalleryWriter(GalleryUpkeep):
     def remove_where(self, where: Where) -> int:
         return self._in_batches(where, "removed", CatalogWriter.remove_items)
 
-    def drop_attribute(self, name: str, on_item: Progress = _unseen) -> int:
+    def drop_attribute(self, name: str, on_item: Progress = lambda _: None) -> int:
         """Remove an attribute from every item, and forget its type; returns the number of items.
 
         Works in batches of 10,000; after an error, the same call continues with the rest.
@@ -148,7 +144,9 @@ class GalleryWriter(GalleryUpkeep):
                 writer.forget(name)
         return count
 
-    def retype_attribute(self, name: str, type_: AttributeType, on_item: Progress = _unseen) -> int:
+    def retype_attribute(
+        self, name: str, type_: AttributeType, on_item: Progress = lambda _: None
+    ) -> int:
         """Convert every value of an attribute to another type; returns the number of items.
 
         A value becomes what its text is in a CSV file: 12 from "12", and "true" from true. All
@@ -175,7 +173,7 @@ class GalleryWriter(GalleryUpkeep):
         where: Where,
         done: str,
         work: Callable[[CatalogWriter, Sequence[Item]], int],
-        on_item: Progress = _unseen,
+        on_item: Progress = lambda _: None,
     ) -> int:
         where = as_filter(where)
         ids, count = self._ids_of(where), 0

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from kinlens.embedder.errors import CheckpointError, JobError, TrainingError
-from kinlens.training.config.job import Job, is_retired, parse_job
+from kinlens.training.config.job import Job, parse_job
 
 RESULT = "result.json"
 LOCK = ".lock"
@@ -19,6 +19,8 @@ UNTRAINED = "the untrained trunk"
 
 FREE = frozenset(("name", "description", "licence", "runtime", "data.root"))
 """Settings of a job that do not affect its figures."""
+FREE_TO_RESUME = FREE | {"data.feedback", "recall_at", "protocol.alpha"}
+"""Settings that may change until a run is finished; feedback is compared by its content."""
 
 
 def is_begun(folder: Path) -> bool:
@@ -97,23 +99,24 @@ def finished_result(job: Job, folder: Path) -> Result | None:
     """The result in `folder`, if any. Raises: JobError if it belongs to another job."""
     result = read_result(folder)
     if result is not None:
-        found = parse_job(result.job, str(folder)).as_dict()
-        _require_same(folder, changes(found, job.as_dict()))
+        _require_none(folder, changes(result.job, job, origin=str(folder)))
     return result
 
 
-def stamp(folder: Path, file: str, content: dict[str, Any]) -> None:
-    """Write `content` to `file` of `folder`, or check that it has the same.
+def stamp(folder: Path, file: str, content: Mapping[str, Any], job: Job | None = None) -> None:
+    """Write `content` and the job to `file` of `folder`, or check that it has the same.
 
-    Raises: JobError if it has another content, CheckpointError if it is damaged.
+    Raises: JobError if it has another content or job, CheckpointError if it is damaged.
     """
     path = folder / file
     if not path.exists():
-        replace_json(path, content)
+        replace_json(path, {**({} if job is None else {"job": job.as_dict()}), **content})
         return
     found = read_json(path, "Use another --out.")
-    known = json.loads(json.dumps(content))
-    _require_same(folder, changes(found, known, {f"job.{name}" for name in FREE}))
+    stored = found.pop("job", {})
+    differences = [] if job is None else changes(stored, job, origin=str(path))
+    before, after = by_name(found, ()), by_name(json.loads(json.dumps(content)), ())
+    _require_none(folder, [*differences, *_differences(before, after)])
 
 
 @contextmanager
@@ -148,27 +151,31 @@ def replace_json(path: Path, content: Any) -> None:
     replace_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
-def settings(
+def by_name(
     content: Mapping[str, Any], free: Collection[str] = FREE, prefix: str = ""
 ) -> dict[str, Any]:
     """Plain data by dotted names, `{"optimizer.epochs": 30}`, without the tables in `free`."""
     found: dict[str, Any] = {}
     for key, value in content.items():
         name = prefix + key
-        if name in free or is_retired(name.removeprefix("job."), value):
-            continue
-        if isinstance(value, Mapping):
-            found |= settings(value, free, f"{name}.")
-        else:
-            found[name] = value
+        if name not in free:
+            is_table = isinstance(value, Mapping)
+            found |= by_name(value, free, f"{name}.") if is_table else {name: value}
     return found
 
 
 def changes(
-    old: Mapping[str, Any], new: Mapping[str, Any], free: Collection[str] = FREE
+    stored: dict[str, Any], job: Job, free: Collection[str] = FREE, origin: str = "the run"
 ) -> list[str]:
-    """The differences of two jobs as plain data, except settings in `free`."""
-    before, after = settings(old, free), settings(new, free)
+    """The differences of a stored job, also of an older version, and `job`, except in `free`.
+
+    This alone decides whether two jobs are the same. Raises: JobError if `stored` is no job.
+    """
+    before = parse_job(stored, f"the job in {origin}").as_dict()
+    return _differences(by_name(before, free), by_name(job.as_dict(), free))
+
+
+def _differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     return [
         f"{name} = {before.get(name)!r}, now {after.get(name)!r}"
         for name in sorted(before.keys() | after.keys())
@@ -179,11 +186,11 @@ def changes(
 
 def _is_one_path(name: str, one: Any, other: Any) -> bool:
     """Whether two settings are the same file: runs of version 0.2 have relative paths."""
-    is_path = name.endswith("model.weights") and isinstance(one, str) and isinstance(other, str)
+    is_path = name == "model.weights" and isinstance(one, str) and isinstance(other, str)
     return is_path and Path(one).absolute() == Path(other).absolute()
 
 
-def _require_same(folder: Path, differences: list[str]) -> None:
+def _require_none(folder: Path, differences: list[str]) -> None:
     if differences:
         raise JobError(
             f"{folder} has a run with other settings: {', '.join(differences)}. Continue with "

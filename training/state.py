@@ -11,11 +11,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from kinlens.embedder.errors import CheckpointError, DatasetError, TrainingError
 from kinlens.training.checkpoint import Average, Checkpoint, load_checkpoint
-from kinlens.training.config.job import Job, parse_job
+from kinlens.training.config.job import Job
 from kinlens.training.data.records import Split
 from kinlens.training.device import choose_device
 from kinlens.training.distributed import world
-from kinlens.training.folder import UNTRAINED, changes
+from kinlens.training.folder import FREE_TO_RESUME, UNTRAINED, changes
 from kinlens.training.models.backbones import synchronize_batch_norm
 from kinlens.training.models.embedding import EmbeddingNet
 from kinlens.training.models.from_bundle import new_network
@@ -27,19 +27,6 @@ OF_TERMS = ("share ", "scale ", "reach ", "calibrates ", "r_", "feature_norm")
 """Prefixes of figures of a step that a row has, too, as means over the epoch; also of old runs."""
 VALIDATION = "validation "
 """Prefix of figures on validation classes; figures on test classes have none."""
-
-RESUMABLE = frozenset(
-    (
-        "runtime",
-        "data.root",
-        "data.feedback",
-        "description",
-        "licence",
-        "recall_at",
-        "protocol.alpha",
-    )
-)
-"""Settings that may change when a run is resumed."""
 
 _PROGRESS = (
     "epoch", "step", "history", "evaluated", "best_epoch", "best_score", "trunk",
@@ -172,13 +159,7 @@ def parameter_groups(job: Job, net: EmbeddingNet, objective: Objective) -> list[
     return groups
 
 
-def require_same(
-    checkpoint: Checkpoint,
-    job: Job,
-    split: Split,
-    path: Path,
-    free: frozenset[str] = RESUMABLE,
-) -> None:
+def require_same(checkpoint: Checkpoint, job: Job, split: Split, path: Path) -> None:
     """Raises: DatasetError, CheckpointError if `job` on `split` cannot continue a checkpoint."""
     split.require(checkpoint.split_sha256, str(path))
     require_sources(checkpoint.sources, sources_of(job.as_dict()), str(path))
@@ -187,8 +168,7 @@ def require_same(
             f"{path} was trained with other feedback than data.feedback has now. Restore the "
             "original folders, or start a new run in another run folder."
         )
-    stored = parse_job(checkpoint.job, origin=f"the job in {path}")
-    if changed := changes(stored.as_dict(), job.as_dict(), free):
+    if changed := changes(checkpoint.job, job, FREE_TO_RESUME, str(path)):
         raise CheckpointError(
             f"{path} was trained with other settings: {', '.join(changed)}. Resume with the same "
             "job, or start a new run in another run folder."

@@ -74,7 +74,7 @@ def adapt(
     from kinlens.training.checkpoint import load_chosen
     from kinlens.training.config.job import expand_path, load_job, with_absolute_paths
     from kinlens.training.data.records import content_digest, read_rows
-    from kinlens.training.folder import settings
+    from kinlens.training.folder import by_name
     from kinlens.training.runner import seen_in
 
     make_room(out)
@@ -104,7 +104,7 @@ def adapt(
     start = expand_path(job.model.weights, "model.weights")
     start = start / MANIFEST if start.is_dir() else start
     contents += [content_digest(start).hex()] if start.is_file() else []
-    digest = hashlib.sha256(repr((settings(job.as_dict()), contents)).encode()).hexdigest()
+    digest = hashlib.sha256(repr((by_name(job.as_dict()), contents)).encode()).hexdigest()
     folder = run or Path("runs") / f"adapt-{name}-{digest[:8]}"
     result = _train(job, split, folder, digest, verbose)
     bundle = export_checkpoint(

@@ -331,11 +331,6 @@ _RETIRED: dict[str, Any] = {
 """Settings that stored jobs have and this version has not, with the value that is left."""
 
 
-def is_retired(name: str, value: Any) -> bool:
-    """Whether a stored job has this setting only because an older version wrote it."""
-    return name in _RETIRED and (_RETIRED[name] is _ANY or bool(value == _RETIRED[name]))
-
-
 def parse_job(
     content: dict[str, Any], origin: str = "job", given: Mapping[str, str] = MappingProxyType({})
 ) -> Job:
@@ -354,10 +349,11 @@ def parse_job(
 
 
 def _without_retired(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`content` without settings that it has only because an older version wrote them."""
     found = {}
     for key, value in content.items():
         name = prefix + key
-        if not is_retired(name, value):
+        if name not in _RETIRED or _RETIRED[name] not in (_ANY, value):
             is_table = isinstance(value, Mapping)
             found[key] = _without_retired(value, f"{name}.") if is_table else value
     return found

@@ -6,7 +6,7 @@ from typing import Any
 
 from kinlens.embedder.errors import JobError
 from kinlens.training.config.job import Job
-from kinlens.training.folder import Result, settings
+from kinlens.training.folder import Result, by_name
 
 
 class Callback:
@@ -61,7 +61,7 @@ class MlflowCallback(Callback):
 
     def started(self, job: Job) -> None:
         self.mlflow.start_run(run_name=job.name)
-        self.mlflow.log_params(settings(job.as_dict()))
+        self.mlflow.log_params(by_name(job.as_dict()))
 
     def epoch_done(self, row: dict[str, float]) -> None:
         self._write(row, int(row["epoch"]))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kinlens.embedder.errors import CheckpointError, JobError
-from kinlens.training.folder import RESULT, Result, read_result, replace_text, settings
+from kinlens.training.folder import RESULT, Result, by_name, read_result, replace_text
 from kinlens.training.state import OF_TERMS, on_validation
 
 _SEED = re.compile(r"seed-\d+")
@@ -97,7 +97,7 @@ def record_of(source: Path, by: str = "") -> Record:
         )
     last = _last_epoch(source)  # {} if too few classes left the trunk alone
     method: Any = source.parent.name if _SEED.fullmatch(source.name) else source.name
-    if by and (method := settings(result.job, free=()).get(by)) is None:
+    if by and (method := by_name(result.job, free=()).get(by)) is None:
         raise JobError(f"--by {by} is not a setting of a job. Use a name like loss.name.")
     return replace(
         record(str(method), result),

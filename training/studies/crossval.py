@@ -37,8 +37,8 @@ def cross_validate(
     protocol = {"folds": count, "validation_seed": seed, "evaluate_test": "end"}
     jobs = [parse_job(on_validation(job, fold=n, **protocol)) for n in range(count)]
     parts = folds(split, count, seed)
-    identity = {"job": job.as_dict(), "split_sha256": split.learnt_sha256()}
-    stamp(folder, "crossval.json", identity | {"folds": count, "seed": seed})
+    identity = {"split_sha256": split.learnt_sha256(), "folds": count, "seed": seed}
+    stamp(folder, "crossval.json", identity, job)
     found = []
     for number, (one, part) in enumerate(zip(jobs, parts, strict=True)):
         run_folder = folder / f"fold-{number:02d}"

@@ -112,13 +112,13 @@ def search(
     """
     _check_space(job, plan)
     part = without_test(hold_out(split, plan.fraction, job.protocol.validation_seed))
-    identity = {"job": job.as_dict(), "split_sha256": split.learnt_sha256(), **asdict(plan)}
+    identity = {"split_sha256": split.learnt_sha256(), **asdict(plan)}
     del identity["trials"]  # their number may be raised later
     if plan.sampler == "grid":
         plan = replace(plan, trials=min(plan.trials, math.prod(map(len, _axes(plan).values()))))
     else:
         del identity["sampler"]  # searches of older versions have none
-    stamp(folder, "search.json", identity)
+    stamp(folder, "search.json", identity, job)
     trials = []
     if (folder / _TRIALS).exists():
         known = json.loads((folder / _TRIALS).read_text(encoding="utf-8"))

@@ -12,32 +12,16 @@ import weakref
 from pathlib import Path
 
 from kinlens.embedder.durable import lock_folder
-from kinlens.embedder.errors import (
-    BundleMismatchError,
-    GalleryCorruptError,
-    KinlensError,
-)
+from kinlens.embedder.errors import BundleMismatchError, GalleryCorruptError, KinlensError
 from kinlens.embedder.types import SHORT
 from kinlens.indexer.catalog.database import Catalog
 from kinlens.indexer.folder.layout import GalleryFolder, disk_errors_explained
-from kinlens.indexer.folder.manifest import (
-    REPORT,
-    GalleryManifest,
-    read_manifest,
-    write_manifest,
-)
+from kinlens.indexer.folder.manifest import REPORT, GalleryManifest, read_manifest, write_manifest
 from kinlens.indexer.index.segment import HASHED_BELOW, SEGMENTS
-from kinlens.indexer.live.compaction import (
-    CATALOG,
-    KEEP_REMOVED_S,
-    compact,
-)
+from kinlens.indexer.live.compaction import CATALOG, KEEP_REMOVED_S, compact
 from kinlens.indexer.live.snapshot import SnapshotKeeper
 from kinlens.indexer.live.writer import GalleryWriter
-from kinlens.indexer.types import (
-    VectorType,
-    mismatch,
-)
+from kinlens.indexer.types import VectorType, mismatch
 
 
 class Gallery(GalleryWriter):

@@ -484,11 +484,7 @@ class VectorStore(Protocol):
         """
 
     def search_groups(
-        self,
-        queries: Embeddings,
-        k: int,
-        grouping: Grouping,
-        options: SearchOptions | None = None,
+        self, queries: Embeddings, k: int, grouping: Grouping, options: SearchOptions | None = None
     ) -> list[list[Group]]:
         """The `k` best groups for each query (Q, D), best first; fewer only if fewer exist.
 

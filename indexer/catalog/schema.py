@@ -101,11 +101,7 @@ FIRST_STATE = "INSERT INTO state VALUES (1, ?, 0, 0, NULL, 0, 0, 0, 0, ?)"
 _STATE = "SELECT * FROM state WHERE only = 1"  # the last column came with version 6
 
 BUSY_S = 30.0
-_DAMAGED = {
-    sqlite3.SQLITE_CORRUPT,
-    sqlite3.SQLITE_NOTADB,
-    sqlite3.SQLITE_ERROR,
-}
+_DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR}
 _WRITE_CURES = {
     sqlite3.SQLITE_FULL: "The disk is full: free some space and try again",
     sqlite3.SQLITE_IOERR: "Free space on the disk, check its limits and health, and try again",

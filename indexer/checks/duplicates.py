@@ -350,11 +350,7 @@ class _Near:
     """
 
     def __init__(
-        self,
-        gallery: Gallery,
-        ids: Ids,
-        options: SearchOptions,
-        on_progress: Progress,
+        self, gallery: Gallery, ids: Ids, options: SearchOptions, on_progress: Progress
     ) -> None:
         self._gallery, self._ids, self._on_progress = gallery, ids, on_progress
         self._options, self._least = options, options.min_score or 0.0

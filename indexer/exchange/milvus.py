@@ -457,11 +457,7 @@ class MilvusStore(VectorStore):
         return best_hits(fetch, len(queries), k, options, partial(_vectors, now), reorder)
 
     def search_groups(
-        self,
-        queries: Embeddings,
-        k: int,
-        grouping: Grouping,
-        options: SearchOptions | None = None,
+        self, queries: Embeddings, k: int, grouping: Grouping, options: SearchOptions | None = None
     ) -> list[list[Group]]:
         options = options or SearchOptions()
         now = self._now()

@@ -97,11 +97,7 @@ class Connection:
     """
 
     def __init__(
-        self,
-        uri: str,
-        token: str = "",
-        timeout_s: float = 10.0,
-        on_call: OnCall = unobserved,
+        self, uri: str, token: str = "", timeout_s: float = 10.0, on_call: OnCall = unobserved
     ) -> None:
         """Connect to `uri`: http://127.0.0.1:19530, or shop.db for a file of milvus-lite.
 

@@ -186,8 +186,7 @@ class _Publication:
         """Upload the missing objects, then the snapshot."""
         last_id = self._last_with_image() if self._with_images else 0
         return with_state(
-            self._generation,
-            lambda view, segment: self._publish(view, segment, last_id, started),
+            self._generation, lambda view, segment: self._publish(view, segment, last_id, started)
         )
 
     def _publish(

@@ -140,12 +140,7 @@ class _Builder(Transformer[Token, Filter]):
         )
 
     def between(
-        self,
-        first: Scalar,
-        left: Token,
-        name: Token,
-        right: Token,
-        second: Scalar,
+        self, first: Scalar, left: Token, name: Token, right: Token, second: Scalar
     ) -> Filter:
         if left[0] != right[0] or left[0] not in "<>":
             raise FilterError(

@@ -107,11 +107,7 @@ class SegmentIndex:
 
     @classmethod
     def open(
-        cls,
-        index_type: IndexKind,
-        vectors: StoredRows,
-        path: Path | None,
-        count: int | None = None,
+        cls, index_type: IndexKind, vectors: StoredRows, path: Path | None, count: int | None = None
     ) -> "SegmentIndex":
         """Open an index written by `save`.
 

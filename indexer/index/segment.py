@@ -36,14 +36,7 @@ from kinlens.indexer.index.faiss import SegmentIndex
 from kinlens.indexer.index.index_types import INDEX_TYPES, Effort, IndexKind, full
 from kinlens.indexer.index.plan import IndexSettings, Plan, plan_compaction
 from kinlens.indexer.index.tune import Measure, Tuned, tune
-from kinlens.indexer.types import (
-    Ids,
-    IndexLocation,
-    Progress,
-    StoredRows,
-    VectorType,
-    find_sorted,
-)
+from kinlens.indexer.types import Ids, IndexLocation, Progress, StoredRows, VectorType, find_sorted
 
 _log = logging.getLogger(__name__)
 

@@ -123,11 +123,7 @@ class UnreachableError(KinlensError):
 
 
 def begun_shards(
-    source: SourceAt,
-    bundle: Path,
-    session: SessionSettings,
-    out: str,
-    shard_size: int = SHARD_SIZE,
+    source: SourceAt, bundle: Path, session: SessionSettings, out: str, shard_size: int = SHARD_SIZE
 ) -> VectorShards:
     """The shards at `out`, a folder or any address of fsspec; lists the source if nobody has yet.
 

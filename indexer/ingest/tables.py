@@ -105,11 +105,7 @@ def read_rows(file: Path) -> Iterator[tuple[int, list[str]]]:
 
 
 def _row(
-    file: Path,
-    line: int,
-    row: list[str],
-    columns: Mapping[str, Typed],
-    required: Sequence[str],
+    file: Path, line: int, row: list[str], columns: Mapping[str, Typed], required: Sequence[str]
 ) -> Row:
     position = f"{file}:{line}"
     if len(row) != len(columns):

@@ -26,11 +26,7 @@ from typing import Literal
 from pydantic import BaseModel
 
 from kinlens.embedder.durable import lock_folder, make_folder, rename, staged, sync_tree
-from kinlens.embedder.errors import (
-    GalleryCorruptError,
-    GalleryError,
-    GalleryNotFoundError,
-)
+from kinlens.embedder.errors import GalleryCorruptError, GalleryError, GalleryNotFoundError
 from kinlens.indexer.catalog.database import Catalog, catalog_view
 from kinlens.indexer.catalog.read import CatalogView, State
 from kinlens.indexer.catalog.vectors import VECTORS

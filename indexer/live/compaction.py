@@ -273,13 +273,7 @@ class _Compaction:
         if columns.changes or rewritten is not None:
             store_columns(self.generation, columns)
         manifest = write_segment(
-            stage,
-            state.seq,
-            rows,
-            self.settings,
-            plan,
-            self.on_progress,
-            previous,
+            stage, state.seq, rows, self.settings, plan, self.on_progress, previous
         )
         return state, rewritten, manifest
 
@@ -314,11 +308,7 @@ class _Compaction:
             yield batch
 
     def _previous_segment(
-        self,
-        state: State,
-        file: VectorFile,
-        rewritten: VectorFile | None,
-        rows: Rows,
+        self, state: State, file: VectorFile, rewritten: VectorFile | None, rows: Rows
     ) -> PreviousSegment | None:
         """The current segment, if it is of the current format and undamaged."""
         if state.segment is None:

@@ -222,10 +222,7 @@ def _scores_at_most(highest: float, candidate: Candidate) -> bool:
 
 
 def without_near_duplicates(
-    ordered: Iterable[Candidate],
-    near: float,
-    vectors_of: VectorsOf,
-    checkpoint: Callable[[], None],
+    ordered: Iterable[Candidate], near: float, vectors_of: VectorsOf, checkpoint: Callable[[], None]
 ) -> Iterator[Candidate]:
     """Drop candidates whose cosine to a better candidate that was kept is at least `near`.
 

@@ -23,10 +23,7 @@ _Relevance = NDArray[np.float32]
 
 
 def reorder_of(
-    options: SearchOptions,
-    k: int,
-    vectors_of: Callable[[Sequence[int]], Embeddings],
-    span: Span,
+    options: SearchOptions, k: int, vectors_of: Callable[[Sequence[int]], Embeddings], span: Span
 ) -> Reorder | None:
     """The function that reorders the candidates of a query; None if they keep their order.
 

@@ -293,12 +293,7 @@ class Snapshot:
         return np.concatenate([self.segment.row_ids.of(positions), self.delta.ids[rows]]), found
 
     def _in_segment(
-        self,
-        queries: Embeddings,
-        k: int,
-        among: FilterMask | None,
-        exact: bool,
-        effort: int | None,
+        self, queries: Embeddings, k: int, among: FilterMask | None, exact: bool, effort: int | None
     ) -> tuple[Scores, Ids]:
         assert self.segment is not None
         index, tuned = self.segment.index, self.segment.tuned

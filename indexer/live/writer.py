@@ -110,10 +110,7 @@ class GalleryWriter(GalleryUpkeep):
             return writer.remove_items(_matching(writer.get(ids).values(), within))
 
     def update_where(
-        self,
-        where: Where,
-        change: Mapping[str, AttributeValue | None],
-        within: Where | None = None,
+        self, where: Where, change: Mapping[str, AttributeValue | None], within: Where | None = None
     ) -> int:
         return self._in_batches(
             where,

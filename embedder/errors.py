@@ -73,6 +73,16 @@ _OTHER_CURE = "Check the free space, the permissions and the health of that disk
 class KinlensError(Exception): ...
 
 
+class _LaterError(KinlensError):
+    """What may succeed if it is tried again after `retry_after_s` seconds."""
+
+    default_s = 1
+
+    def __init__(self, message: str, retry_after_s: int | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = self.default_s if retry_after_s is None else retry_after_s
+
+
 class ImageError(KinlensError): ...
 
 
@@ -136,14 +146,8 @@ class SourceError(GalleryError): ...
 class GalleryBusyError(GalleryError): ...
 
 
-class DeltaFullError(GalleryError):
-    """More items were added than compactions keep up with; try again after `retry_after_s`
-    seconds.
-    """
-
-    def __init__(self, message: str, retry_after_s: int = 10) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
+class DeltaFullError(_LaterError, GalleryError):
+    default_s = 10
 
 
 class GalleryWriteError(GalleryError): ...
@@ -167,12 +171,7 @@ class InvalidParameterError(SearchError): ...
 class FilterError(SearchError): ...
 
 
-class OverloadedError(SearchError):
-    """The queue is full; try again after `retry_after_s` seconds."""
-
-    def __init__(self, message: str, retry_after_s: int = 1) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
+class OverloadedError(_LaterError, SearchError): ...
 
 
 class DeadlineExceededError(SearchError): ...
@@ -193,12 +192,7 @@ class ScopeError(AccessError): ...
 class KeysUnreadableError(AccessError): ...
 
 
-class RateLimitedError(AccessError):
-    """More requests than the rate allows; try again after `retry_after_s` seconds."""
-
-    def __init__(self, message: str, retry_after_s: int = 1) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
+class RateLimitedError(_LaterError, AccessError): ...
 
 
 class StateError(KinlensError): ...

@@ -18,7 +18,12 @@ from kinlens.embedder.preprocess import preprocess
 from kinlens.embedder.types import Embeddings, Images
 from kinlens.training.bundles.bundle import golden_images, write_onnx
 from kinlens.training.bundles.int8 import quantize_int8, range_images
-from kinlens.training.bundles.precisions import compare, with_half_trunk
+from kinlens.training.bundles.precisions import (
+    Candidate,
+    accepted,
+    compare,
+    with_half_trunk,
+)
 from kinlens.training.config.settings import Model
 from kinlens.training.data.load import load_split
 from kinlens.training.models.embedding import EmbeddingNet
@@ -147,3 +152,22 @@ def test_vectors_far_from_fp32_are_refused_though_their_recall_is_as_good() -> N
     shifted = unit(right + 0.04)
     with pytest.raises(ExportError, match=r"mean cosine .* is 0\.9\d+ on the 160 .*at least 0\.98"):
         compare(INT8, GOLDEN, page(labels), labels, right, shifted)
+
+
+def test_the_first_engine_decides_on_a_precision_and_a_later_one_on_itself() -> None:
+    fault, openvino = ExportError("It broke."), Mode("openvino", "int8")
+    good, also, bf16 = Candidate(INT8), Candidate(openvino), Candidate(Mode("openvino", "bf16"))
+    asked = ("fp32", "int8")
+    assert accepted([good, also, bf16], asked, None) == [good, also, bf16]
+
+    also.fault = bf16.fault = fault  # a second engine, and a precision that nobody asked for
+    assert accepted([good, also, bf16], asked, None) == [good]
+    reasons: list[str] = []
+    assert accepted([good, also], asked, reasons.append) == [good]
+    assert reasons == ["int8 with openvino is skipped: It broke."]
+
+    also.fault, good.fault = None, fault
+    with pytest.raises(ExportError, match=r"It broke\. No bundle was .* --precision int8"):
+        accepted([good, also], asked, None)
+    assert accepted([good, also], asked, reasons.append) == []
+    assert reasons[1:] == ["int8 is skipped: It broke."]

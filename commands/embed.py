@@ -27,10 +27,10 @@ from kinlens.indexer.ingest.parts import (
     Part,
     SourceAt,
     begun_shards,
+    embed_on_ray,
     embed_part,
     shards_report,
 )
-from kinlens.indexer.ingest.ray_tasks import embed_on_ray
 from kinlens.indexer.ingest.shards import VectorShards
 
 _ANSWER_S = 10.0  # for a Ray cluster

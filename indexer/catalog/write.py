@@ -133,7 +133,8 @@ class CatalogWriter(CatalogView):
 
     def update(self, changes: Changes, within: Filter | None = None) -> int:
         """As `GalleryWriter.update`."""
-        changes = {key: _change(change) for key, change in changes.items()}
+        # An empty list removes an attribute, as None does.
+        changes = {key: {**dict.fromkeys(own), **as_stored(own)} for key, own in changes.items()}
         found = self.find([*changes])
         items = self.get([*found.values()])
         if within is not None:
@@ -346,11 +347,6 @@ class CatalogWriter(CatalogView):
 
     def _many(self, sql: str, rows: Iterable[tuple[Any, ...]]) -> None:
         self.connection.executemany(sql, rows)
-
-
-def _change(change: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Normalise a change: an empty list removes an attribute, as None does."""
-    return {**dict.fromkeys(change), **as_stored(change)}
 
 
 def _check_within(

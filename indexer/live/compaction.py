@@ -417,18 +417,17 @@ class BackgroundCompaction:
                     self._compact(self._step)
                 self.last_error = None
                 self._pause_s = self._retry_s
+                continue
             except GalleryBusyError:
-                # Another process compacts; check later whether it succeeded.
-                self._retry_later()
+                pass  # another process compacts; check later whether it succeeded
             except KinlensError as error:
                 self._failed(error)
-                self._retry_later()
             except Exception as error:
                 # Top of the thread: any error, such as a MemoryError, must be reported.
                 self._failed(
                     GalleryError(f"The compaction failed: {type(error).__name__}: {error}")
                 )
-                self._retry_later()
+            self._retry_later()
 
     def _step(self, _: int) -> None:
         if self._closed.is_set():

@@ -29,7 +29,7 @@ from kinlens.indexer.filters.tree import Exists, Filter
 from kinlens.indexer.live.compaction import CATALOG, KEEP_REMOVED_S, full_delta
 from kinlens.indexer.live.upkeep import GalleryUpkeep
 from kinlens.indexer.types import Entry, Ids, Item, Progress, Written
-from kinlens.values import AttributeType, AttributeValue, Scalar
+from kinlens.values import AttributeType, AttributeValue, values_in
 
 T = TypeVar("T")
 
@@ -282,13 +282,9 @@ def _converted(
 
 def _as_type(value: AttributeValue, type_: AttributeType) -> AttributeValue:
     """A value, or each of several, as another type. Raises: ValueError."""
-    if isinstance(value, tuple):
-        return tuple(dict.fromkeys(_scalar_as_type(one, type_) for one in value))
-    return _scalar_as_type(value, type_)
-
-
-def _scalar_as_type(value: Scalar, type_: AttributeType) -> Scalar:
-    return parse_value(str(value).lower() if isinstance(value, bool) else str(value), type_)
+    texts = [str(one).lower() if isinstance(one, bool) else str(one) for one in values_in(value)]
+    found = tuple(dict.fromkeys(parse_value(text, type_) for text in texts))
+    return found if isinstance(value, tuple) else found[0]
 
 
 def _matching(items: Iterable[Item], within: Where | None) -> list[Item]:

@@ -1,229 +1,184 @@
-"""Small shops: gains and losses of a training on unseen products.
+"""Small shops: what `adapt` and `shop` change for classes that they did not learn.
 
-    KINLENS_SHARED=DIR python benchmarks/small_shops.py --json docs/results/shops/shops.json
+    KINLENS_SHARED=DIR python benchmarks/small_shops.py --json docs/results/shops/kinds.json
 
-Each shop is a random draw of products and of images from groceries, cars, rendered products or all
-three; half of its products are trained on. The methods:
+A shop is a random draw of classes and images of one kind: products (groceries, cars, drawn ones),
+categories (kinds of groceries, bodies and makes of cars, shapes), or a mixture. Half of its classes
+are learnt. Photos of the other half are searched among themselves ("alone") and among all photos of
+the shop ("all"). Results are right first answers, of the trunk and of the model, and seconds.
 
-- adapt     `kinlens-train adapt`: a head on the frozen trunk, with its folds
-- head      the same training without folds: every point between its start and its last epoch
-- head-512  a head of 512 dimensions instead of the trunk's 1,280
-- shop      the job `shop`: the whole network, with its folds
-- whole     the same training without folds
-
-A gain is R@1 or MAP@R on the products that were not trained on, minus the untrained trunk's, in
-points. Means have Student's 95 % interval over all runs. Runs in the JSON file are not repeated.
+The rule of `adapt` was chosen on shops of one half of the classes, `--half choose`; those of
+`--half held` were looked at once, after that. Runs in the JSON file are not repeated.
 """
 
 import json
 import tempfile
 import time
-from collections.abc import Mapping
+import zlib
+from collections import defaultdict
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from harness import Quiet, heading, options, row, shared_folder, skip
-from regularizers import cars_job
-from scipy import stats
+from scipy.io import loadmat
+from torch.nn import functional
 
 from kinlens.rendered.catalogue import class_name, render_view
-from kinlens.training.checkpoint import START, load_checkpoint
-from kinlens.training.config.job import Job, load_job
+from kinlens.training.checkpoint import load_chosen
+from kinlens.training.config.job import load_job
 from kinlens.training.data.load import load_split, read_folder
-from kinlens.training.data.records import LabelledImages
-from kinlens.training.device import choose_device, tuned
-from kinlens.training.evaluation.choice import ALPHAS, between, name_of
-from kinlens.training.evaluation.evaluate import embed
+from kinlens.training.evaluation.evaluate import embed, pooled
 from kinlens.training.evaluation.retrieval import retrieval
-from kinlens.training.folder import read_json, replace_json
+from kinlens.training.folder import replace_json
+from kinlens.training.models.from_bundle import new_network
 from kinlens.training.runner import run_job
-from kinlens.training.trainer import fit
 
-WITH_FOLDS = ("adapt", "shop")
-METHODS: dict[str, tuple[str, list[str]]] = {
-    "adapt": ("adapt", []),
-    "head": ("adapt", []),
-    "head-512": ("adapt", ["model.dim=512"]),
-    "shop": ("shop", []),
-    "whole": ("shop", []),
+Kinds = dict[str, dict[str, list[Path]]]
+
+TRUNKS = {
+    "mobilenet_v2": ["model.weights={weights}/mobilenet_v2-imagenet-fp16.pth"],
+    "lite2": [
+        "model.backbone=timm:tf_efficientnet_lite2",
+        "model.weights={weights}/tf_efficientnet_lite2-imagenet-fp16.pth",
+        "input={size_px=224,resize_px=256,test_px=224}",
+    ],
 }
-
-
-class Shop(NamedTuple):
-    """Number of products, maximum number of images of each, and the sources to use in turn."""
-
-    source: str
-    products: int
-    images: int
-
-
-SHOPS = (
-    Shop("grocery", 12, 20),
-    Shop("cars", 20, 15),
-    Shop("mixture", 24, 12),
-    Shop("grocery", 24, 10),
-    Shop("cars", 8, 40),
-    Shop("drawn", 24, 8),
-    Shop("cars", 40, 12),
-    Shop("grocery", 40, 20),
-    Shop("mixture", 12, 10),
-    Shop("cars", 40, 5),
-    Shop("cars", 80, 25),  # a larger one, with --shops 11
-)
+BODIES = {"SUV", "Sedan", "Coupe", "Convertible", "Hatchback", "Cab", "Van", "Wagon", "Minivan"}
+SHOPS = (  # kind, classes, images of each at most
+    ("grocery", 4, 12), ("grocery", 12, 20), ("grocery", 24, 10), ("grocery", 36, 40),
+    ("cars", 8, 24), ("cars", 20, 15), ("cars", 40, 5), ("cars", 80, 12),
+    ("drawn", 8, 8), ("drawn", 24, 4), ("mixture", 12, 10), ("mixture", 24, 12),
+    ("mixture", 60, 6), ("mixture", 100, 2), ("body", 6, 25), ("body", 8, 50), ("make", 12, 25),
+    ("make", 20, 8), ("category", 6, 25), ("category", 12, 25), ("category", 16, 50),
+    ("shape", 6, 25), ("categories", 12, 25), ("categories", 24, 6),
+)  # fmt: skip
+WAYS = ("alone", "all")
 
 
 def main() -> None:
-    args = options(__doc__, seeds=3, shops=10, methods=["head", "whole"], first_seed=0, json=None)
+    args = options(
+        __doc__, seeds=1, shops=len(SHOPS), methods=["adapt"], trunks=[*TRUNKS],
+        half="held", json=None,
+    )  # fmt: skip
     shared = shared_folder()
     if shared is None:
         skip("needs the images and weights of $KINLENS_SHARED")
     found: dict[str, dict[str, Any]] = {}
     if args.json is not None and args.json.is_file():
         found = json.loads(args.json.read_text(encoding="utf-8"))
-    seeds = range(args.first_seed, args.first_seed + args.seeds)
     with tempfile.TemporaryDirectory() as name:
-        sources = _sources(shared, Path(name))
-        for seed, shop, method in product(seeds, SHOPS[: args.shops], args.methods):
-            key = f"{shop.source} {shop.products}x{shop.images} {seed} {method}"
+        kinds = _kinds(shared, Path(name), args.half)
+        draws = product(SHOPS[: args.shops], args.trunks, range(args.seeds), args.methods)
+        for number, (shop, trunk, seed, method) in enumerate(draws):
+            key = f"{args.half} {shop[0]} {shop[1]}x{shop[2]} {trunk} {seed} {method}"
             if key not in found:
-                folder = Path(name, f"{shop.source}-{shop.products}-{shop.images}-{seed}")
-                _make(shop, seed, sources, folder)
-                found[key] = _run(method, folder, seed, shared, Path(name, key.replace(" ", "-")))
+                folder = Path(name, f"{number}")
+                _draw(kinds[shop[0]], *shop[1:], seed, folder / "shop")
+                settings = [x.replace("{weights}", f"{shared / 'weights'}") for x in TRUNKS[trunk]]
+                settings += [f"data.root={folder / 'shop'}", f"seed={seed}"]
+                found[key] = _run(method, settings, folder / "run")
                 print(key, found[key], flush=True)
             if args.json is not None:
                 replace_json(args.json, dict(sorted(found.items())))
-    _print(found, args.methods)
+    _print(found)
 
 
-def _sources(shared: Path, work: Path) -> dict[str, dict[str, list[Path]]]:
-    """Files by class of each source."""
-    drawn = work / "drawn"
-    for number in range(40):
-        folder = drawn / class_name(number)
-        folder.mkdir(parents=True)
-        for view in range(12):
-            render_view(number, view, size_px=160).save(folder / f"{view}.jpg")
-    roots = {"grocery": shared / "data/grocery-store", "drawn": drawn}
-    found: dict[str, dict[str, list[Path]]] = {}
-    for source, root in roots.items():
-        found[source] = {}
-        for record in read_folder(root):
-            if "iconic" not in record.path:
-                label = Path(record.label).name
-                found[source].setdefault(label, []).append(root / record.path)
-    found["cars"] = {}
-    for part in load_split(cars_job(shared).data).parts.values():
-        for path, label in zip(part.paths, part.labels.tolist(), strict=True):
-            found["cars"].setdefault(part.class_names[label], []).append(part.root / path)
-    return found
+def _kinds(shared: Path, work: Path, half: str) -> Kinds:
+    """Files by class of each kind of shop, of half of the products."""
+    kinds: Kinds = defaultdict(lambda: defaultdict(list))
+
+    def add(path: Path, label: str, **names: str) -> None:
+        if (zlib.crc32(label.encode()) % 2 == 0) == (half == "choose"):
+            for kind, name in names.items():
+                kinds[kind][name].append(path)
+
+    for number, view in product(range(50), range(8)):
+        label = class_name(number)
+        path = work / "drawn" / label / f"{view}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        render_view(number, view, size_px=160).save(path)
+        add(path, label, drawn=label, shape=label.split("-")[1])
+    root = shared / "data/grocery-store"
+    for record in read_folder(root):
+        if "iconic" not in record.path:
+            category = str(Path(record.label).parent)
+            add(root / record.path, record.label, grocery=record.label, category=category)
+    root = shared / "data/cars196-half"
+    cars = loadmat(root / "cars_annos.mat", simplify_cells=True)["class_names"]
+    for part in load_split(load_job("cars196-half", [f"data.root={root}"]).data).parts.values():
+        for path, number in zip(part.paths, part.labels.tolist(), strict=True):
+            label = cars[int(part.class_names[number]) - 1]
+            make, *words = label.split()
+            names = {"cars": label, "make": make}
+            for body in BODIES.intersection(words):
+                names["body"] = body
+            add(part.root / path, label, **names)
+    kinds["mixture"] = kinds["grocery"] | kinds["cars"] | kinds["drawn"]
+    kinds["categories"] = kinds["category"] | kinds["body"] | kinds["shape"]
+    return kinds
 
 
-def _make(shop: Shop, seed: int, sources: dict[str, dict[str, list[Path]]], folder: Path) -> None:
-    """A folder with a sub-folder of links for each product."""
-    if folder.exists():
-        return
-    rng = np.random.default_rng((seed, shop.products, shop.images))
-    names = sorted(sources) if shop.source == "mixture" else [shop.source]
-    for number, name in enumerate(names):
-        classes = sources[name]
-        enough = [c for c, files in sorted(classes.items()) if len(files) >= min(shop.images, 5)]
-        share = shop.products // len(names) + (number < shop.products % len(names))
-        for label in rng.choice(enough, share, replace=False):
-            files = classes[str(label)]
-            chosen = rng.choice(len(files), min(shop.images, len(files)), replace=False)
-            target = folder / f"{name}-{label}".replace("/", "-")
-            target.mkdir(parents=True)
-            for index in chosen:
-                (target / f"{index}{files[index].suffix}").symlink_to(files[index])
+def _draw(classes: dict[str, list[Path]], count: int, images: int, seed: int, folder: Path) -> None:
+    """A folder with a sub-folder of links for each drawn class."""
+    rng = np.random.default_rng((seed, count, images))
+    enough = [name for name, files in sorted(classes.items()) if len(files) >= min(images, 5)]
+    for label in rng.permutation(enough)[:count]:
+        target = folder / label.replace("/", "-").replace(" ", "-")
+        target.mkdir(parents=True)
+        for index in rng.permutation(len(classes[label]))[:images]:
+            file = classes[label][index]
+            (target / f"{index}{file.suffix}").symlink_to(file)
 
 
-def _run(method: str, data: Path, seed: int, shared: Path, out: Path) -> dict[str, Any]:
-    """The figures of a run; `line` has R@1 and MAP@R of each candidate, `folds` those on folds."""
-    name, overrides = METHODS[method]
-    weights = shared / "weights/mobilenet_v2-imagenet-fp16.pth"
-    job = load_job(
-        name,
-        [f"data.root={data}", f"data.split_seed={seed}", f"seed={seed}", f"model.weights={weights}",
-         *overrides],
-    )  # fmt: skip
-    started = time.perf_counter()
-    split = load_split(job.data)
-    out.mkdir()
-    found: dict[str, Any] = {}
-    if method not in WITH_FOLDS:
-        with tuned(choose_device(job.runtime)):
-            fit(job, split, out, Quiet())
-    else:
-        result = run_job(job, split, out, Quiet())
-        found["chosen"] = _rounded(result.figures)
-    found["seconds"] = round(time.perf_counter() - started, 1)
-    found["line"] = {"trunk": _rounded(load_checkpoint(out).trunk)}
-    found["line"] |= {name_of(a): _rounded(_at(a, out, split.test, job)) for a in ALPHAS}
-    if (out / "choice.json").exists():
-        choice = read_json(out / "choice.json", "")
-        found["alpha"] = choice["alpha"]
-        found["folds"] = {
-            candidate: [round(choice[figure][candidate], 3) for figure in ("recall", "map_at_r")]
-            for candidate in choice["recall"]
-        }
+def _run(method: str, settings: list[str], out: Path) -> dict[str, Any]:
+    """A run, with the right first answers of its trunk and of its model."""
+    job = load_job(method, settings)
+    split, began, before = load_split(job.data), time.perf_counter(), time.process_time()
+    result = run_job(job, split, out, Quiet())
+    found: dict[str, Any] = {
+        "model": result.model,
+        "seconds": round(time.perf_counter() - began, 1),
+        "cpu_s": round(time.process_time() - before, 1),
+    }
+    parts = [split.test, split.train]
+    labels = np.concatenate([split.test.labels, split.train.labels + split.test.classes])
+    trunk, net = new_network(job), load_chosen(out).network()[1]
+    for name, vectors in (
+        ("trunk", [functional.normalize(pooled(trunk, part, job)).numpy() for part in parts]),
+        ("adapted", [embed(net, part, job) for part in parts]),
+    ):
+        alone = retrieval(vectors[0], split.test.labels)
+        ranks = retrieval(np.concatenate(vectors), labels).ranks[: len(split.test)]
+        found[name] = [int((alone.ranks == 0).sum()), int((ranks == 0).sum())]
+        found["queries"] = alone.queries
     for file in out.rglob("*.pt"):
         file.unlink()
     return found
 
 
-def _rounded(figures: Mapping[str, float]) -> list[float]:
-    return [round(figures[name], 3) for name in ("R@1", "MAP@R")]
-
-
-def _at(alpha: float, out: Path, images: LabelledImages, job: Job) -> dict[str, float]:
-    """The figures at a point between the start of a run and its last epoch."""
-    (_, start), (_, net) = (load_checkpoint(path).network() for path in (out / START, out))
-    net.load_state_dict(between(start.state_dict(), net.state_dict(), alpha))
-    net = net.to(choose_device(job.runtime))
-    return retrieval(embed(net, images, job), images.labels).as_dict()
-
-
-def _print(found: dict[str, dict[str, Any]], methods: list[str]) -> None:
-    """For each shop and method, the mean gain in R@1, its worst draw, and the gain in MAP@R."""
-    shops = list(dict.fromkeys(key.rsplit(" ", 2)[0] for key in found))
-    chosen: dict[str, dict[str, list[tuple[float, float]]]] = {}
+def _print(found: dict[str, dict[str, Any]]) -> None:
+    """For each shop and method, the changes of its draws in right first answers."""
+    shops = defaultdict(list)
     for key, run in found.items():
-        shop, _, method = key.rsplit(" ", 2)
-        if method in methods:
-            named = {f"alpha {name}": figures for name, figures in run["line"].items()}
-            if method in WITH_FOLDS:
-                named = {"folds": run["chosen"]}
-            for name, figures in named.items():
-                recall, precision = np.subtract(figures, run["line"]["trunk"])
-                column = chosen.setdefault(f"{method} {name}", {})
-                column.setdefault(shop, []).append((recall, precision))
-    chosen = {name: column for name, column in chosen.items() if not name.endswith("trunk")}
-    heading("shop", "trunk R@1", *(f"{name}: R@1 (worst), MAP@R" for name in chosen))
-    for shop in shops:
-        trunks = {
-            key.rsplit(" ", 1)[0]: run["line"]["trunk"][0]
-            for key, run in found.items()
-            if key.startswith(f"{shop} ")
-        }
-        cells = []
-        for of_shop in chosen.values():
-            gains = np.array(of_shop.get(shop, []))
-            cells.append("")
-            if len(gains):
-                mean = gains.mean(axis=0)
-                cells[-1] = f"{mean[0]:+.1f} ({gains[:, 0].min():+.1f}), {mean[1]:+.1f}"
-        row(shop, f"{np.mean(list(trunks.values())):.1f}", *cells)
-    for name, of_shop in chosen.items():
-        gains = np.array([pair for pairs in of_shop.values() for pair in pairs])
-        half = stats.t.ppf(0.975, max(len(gains) - 1, 1)) * stats.sem(gains)
-        worst = min(np.mean([pair[0] for pair in pairs]) for pairs in of_shop.values())
-        mean = gains.mean(axis=0)
-        print(
-            f"{name}: {len(gains)} runs, R@1 {mean[0]:+.1f} ± {half[0]:.1f}, worst shop "
-            f"{worst:+.1f}, worst run {gains[:, 0].min():+.1f}; MAP@R {mean[1]:+.1f} ± "
-            f"{half[1]:.1f}, worst run {gains[:, 1].min():+.1f}"
+        half, kind, size, *_, method = key.split()
+        for name in (f"{kind} {size}, {method}", f"all of the half {half}, {method}"):
+            shops[name].append(run)
+    heading("shop", "runs", "queries", "changed", "mean R@1 alone, all", "worst, in answers")
+    for name, runs in shops.items():
+        answers = np.array([np.subtract(run["adapted"], run["trunk"]) for run in runs])
+        queries = np.array([run["queries"] for run in runs])
+        means = (100 * answers / queries[:, None]).mean(axis=0)
+        changed = sum(run["model"] != "the trunk itself" for run in runs)
+        worst = ", ".join(f"{worst:+d}" for worst in answers.min(axis=0))
+        row(
+            name,
+            len(runs),
+            f"{queries.mean():.0f}",
+            changed,
+            f"{means[0]:+.2f}, {means[1]:+.2f}",
+            worst,
         )
 
 

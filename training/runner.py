@@ -124,10 +124,10 @@ def require_fresh_or_resumable(folder: Path, resume: bool) -> None:
 def _test(job: Job, split: Split, chosen: Checkpoint, history: list[Row]) -> Row:
     if job.protocol.evaluate_test == "never":
         return {}
-    row = history[-1] if history else {}
+    row = history[-1] if history else chosen.trunk if chosen.trunk_alone else chosen.start
     on_line = job.protocol.choose_by == "alpha"
     is_last = chosen.epoch == len(history) and not on_line
-    if is_last and all(f"R@{k}" in row for k in job.recall_at):
+    if (is_last or not history) and all(f"R@{k}" in row for k in job.recall_at):
         return {name: value for name, value in row.items() if not name.startswith(_OF_TRAINING)}
     _, net = chosen.network()
     net = net.to(choose_device(job.runtime))

@@ -46,12 +46,7 @@ MIN_OWN_COSINE: dict[Precision, float] = {"fp32": 0.999, "fp16": 0.999, "bf16": 
 """Minimum cosine to the golden vectors of the same mode at export. It is lower for int8 and bf16:
 kernels round differently on each processor, and an error in an early layer grows."""
 
-MIN_FP32_COSINE: dict[Precision, float] = {
-    "fp32": 0.999,
-    "fp16": 0.999,
-    "bf16": 0.98,
-    "int8": 0.98,
-}
+MIN_FP32_COSINE: dict[Precision, float] = {"fp32": 0.999, "fp16": 0.999, "bf16": 0.98, "int8": 0.98}
 """Minimum mean cosine to the golden vectors of fp32. It detects an export on a machine where int8
 saturates, whose own golden vectors are wrong."""
 

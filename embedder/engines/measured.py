@@ -42,12 +42,6 @@ def write_measured(
 
 
 def _file(bundle_id: str, modes: Sequence[Mode], threads: int) -> Path:
-    known = [
-        bundle_id,
-        processor(),
-        engine_versions(),
-        [mode.key for mode in modes],
-        threads,
-    ]
+    known = [bundle_id, processor(), engine_versions(), [mode.key for mode in modes], threads]
     digest = hashlib.sha256(json.dumps(known).encode()).hexdigest()
     return cache_folder() / "engines" / f"{digest[:32]}.json"

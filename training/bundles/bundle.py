@@ -16,14 +16,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from kinlens.embedder.bundle import (
-    MAP,
-    WEIGHTS,
-    Bundle,
-    make_room,
-    model_name,
-    write_bundle,
-)
+from kinlens.embedder.bundle import MAP, WEIGHTS, Bundle, make_room, model_name, write_bundle
 from kinlens.embedder.durable import staged
 from kinlens.embedder.engines.models import SessionSettings, engine_versions
 from kinlens.embedder.errors import CalibrationError, ExportError

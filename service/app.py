@@ -12,13 +12,12 @@ from starlette.types import Lifespan
 from kinlens import __version__
 from kinlens.embedder.session import Embedder
 from kinlens.service.api import (
-    duplicates,
     feedback,
-    golden,
     images,
     items,
     jobs,
     operations,
+    quality,
     search,
 )
 from kinlens.service.api import galleries as gallery_routes
@@ -31,7 +30,7 @@ from kinlens.service.http.openapi import openapi_routes
 from kinlens.service.http.pages import Assets
 from kinlens.service.http.rules import KEY_HEADER, Admission, Route, check_rules, rule
 from kinlens.service.observe.logs import configure_logs
-from kinlens.service.observe.tracing import Tracing, open_tracing
+from kinlens.service.observe.metrics import Tracing, open_tracing
 from kinlens.service.runtime import Runtime
 from kinlens.service.settings import Settings
 
@@ -95,9 +94,8 @@ def create_app(
         search.router,
         gallery_routes.router,
         items.router,
-        golden.router,
+        quality.router,
         feedback.router,
-        duplicates.router,
         images.router,
         jobs.router,
         operations.router,

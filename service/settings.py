@@ -182,7 +182,6 @@ class Settings(BaseSettings):
         frozen=True,
         extra="forbid",
         hide_input_in_errors=True,
-        use_attribute_docstrings=True,
     )
 
     # Limits that nobody had to change.

@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 
 from kinlens.embedder.manifest import Mode
 from kinlens.embedder.preprocess import Box
-from kinlens.service.observe.metrics import CacheKind, Level
-from kinlens.service.observe.tracing import span
+from kinlens.service.observe.metrics import CacheKind, Level, span
 from kinlens.service.redis import SharedRedis
 
 T = TypeVar("T")

@@ -28,7 +28,7 @@ from kinlens.service.encoding.cache import (
     encode_vector,
 )
 from kinlens.service.encoding.workers import Vector, Workers
-from kinlens.service.observe.tracing import span
+from kinlens.service.observe.metrics import span
 
 T = TypeVar("T")
 

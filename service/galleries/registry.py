@@ -120,7 +120,7 @@ class Served:
         self.is_remote = isinstance(gallery, MilvusStore)
         self.calibrated: Calibrated | str = "No search yet"  # the calibration of the last search
         self.calibrator = Calibrator(gallery) if isinstance(gallery, IndexedGallery) else None
-        self.is_checked = False  # whether its vectors fit their checksums; each misfit is logged
+        self.is_checked = False  # whether misfits of vectors and checksums have been logged
         self.is_to_examine = self.calibrator is not None  # whether its calibration is outdated
         self.examine_at = 0.0  # not before this time, by the clock of `time.monotonic`
         self._shared = location.uploads
@@ -788,22 +788,27 @@ def _begin_compaction(gallery: Opened, location: GalleryLocation) -> None:
 
 
 def _examine(served: Served, on_progress: Callable[[int], None]) -> None:
-    """Examine the vectors and the calibration of a gallery. A failure is reported; the next change
-    repeats it.
+    """Examine the vectors of a new gallery, once, and the calibration. A failure is reported; the
+    next change repeats the calibration.
     """
     assert served.calibrator is not None
     assert isinstance(served.whole, IndexedGallery)
+    if not served.is_checked:
+        served.is_checked = True
+        try:
+            served.whole.check_vectors()
+        except Exception as error:
+            # The boundary of the thread: a read of a damaged vector reports it, too.
+            log = structlog.get_logger()
+            log.warning("vectors not checked", gallery=served.name, exc_info=error)
     begun, fitted = time.monotonic(), False
     try:
-        if not served.is_checked:
-            served.whole.check_vectors()
-            served.is_checked = True
         fitted = served.calibrator.fit_if_outdated(on_progress)
     except GalleryBusyError:
         pass  # the service is stopping
     except Exception as error:
         # The boundary of the thread: searches go on with the last calibration.
-        structlog.get_logger().warning("examination failed", gallery=served.name, exc_info=error)
+        structlog.get_logger().warning("calibration failed", gallery=served.name, exc_info=error)
     ended = time.monotonic()
     # A fit needs many changes, but each change may need a sample of the items.
     served.examine_at = ended if fitted else ended + _PAUSE * (ended - begun)

@@ -19,8 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kinlens.service.access.links import forwarded_prefix, public_path, set_prefix
 from kinlens.service.access.rates import Account, Addresses, client_address
 from kinlens.service.http.bodies import header, refusal_of_head
-from kinlens.service.observe.metrics import Metrics
-from kinlens.service.observe.tracing import trace_fields
+from kinlens.service.observe.metrics import Metrics, trace_fields
 from kinlens.service.problems import BAD_REQUEST, UNKNOWN_HOST, problem, request_id_of
 from kinlens.service.redis import begin_budget
 from kinlens.service.settings import ANY_HOST, Settings

@@ -39,8 +39,7 @@ from kinlens.service.encoding.workers import Vector
 from kinlens.service.galleries.locations import Gallery
 from kinlens.service.galleries.registry import FILTERED, Registry, Served
 from kinlens.service.galleries.view import GalleryView
-from kinlens.service.observe.metrics import Metrics
-from kinlens.service.observe.tracing import record_wait, span
+from kinlens.service.observe.metrics import Metrics, record_wait, span
 from kinlens.service.search.query import Answer, Found, Query, nearness
 from kinlens.values import single
 

@@ -11,7 +11,7 @@ import pytest
 
 from kinlens.client import Client
 from kinlens.errors import InvalidError, NotFoundError
-from kinlens.service.api import duplicates
+from kinlens.service.api import quality
 from tests.support.shops import Shop, assert_problem, sha256, start_shop
 from tests.support.waiting import until
 from tests.tiny import encoded, photo
@@ -157,7 +157,7 @@ def test_invalid_questions_are_refused_with_a_cure(twins, data, monkeypatch) -> 
     assert "send true, false or near" in detail["detail"]
     grouped = twins.search(data[0], distinct="near", group_by="colour")
     assert "removes equal content" in assert_problem(grouped, 422, "invalid-parameter")["detail"]
-    monkeypatch.setattr(duplicates, "MAX_ITEMS", 5)
+    monkeypatch.setattr(quality, "MAX_ITEMS", 5)
     assert "Run kinlens-index duplicates" in refused()
 
 
@@ -173,7 +173,7 @@ def test_one_scan_runs_at_a_time_until_the_limit(tmp_path, monkeypatch, closes) 
 
     ask = f"{shop.url}/duplicates?min_score=0.9"
     with monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool:
-        patch.setattr(duplicates, "find_duplicates", slow)
+        patch.setattr(quality, "find_duplicates", slow)
         first = pool.submit(shop.client.get, ask)
         assert seen.wait(30)
         assert_problem(shop.client.get(ask), 503, "overloaded")

@@ -1,10 +1,13 @@
-"""The golden set of a gallery over HTTP: labelled queries, and runs that measure quality on them.
+"""The quality of a gallery over HTTP: its golden set, labelled queries and runs that measure with
+them; and its near-duplicates, one product photographed or listed twice.
 
 A run uses one search thread at a time and queues for it like a search, so it delays searches
 little.
 """
 
 import hashlib
+from collections.abc import Iterator
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path as FilePath
 from typing import Annotated, Any
@@ -14,19 +17,35 @@ from fastapi import APIRouter, Path, Query, Request, Response
 from kinlens.embedder import errors
 from kinlens.embedder.errors import ImageError, InvalidParameterError, KinlensError
 from kinlens.golden import GoldenQueries, GoldenQuery, GoldenRun, GoldenRuns, Label
+from kinlens.indexer.checks.duplicates import (
+    Member,
+    NearDuplicates,
+    clusters_of,
+    find_duplicates,
+    members_of,
+)
+from kinlens.indexer.gallery import Gallery
+from kinlens.models import DuplicatesAnswer, NearCrowd, NearFloor, NearItem
 from kinlens.quality.golden import KEPT_RUNS, GoldenSet, NewQuery
 from kinlens.quality.judging import GoldenResults, Vector, ask, labelled, threshold_of
 from kinlens.service.access.audit import note
 from kinlens.service.api.galleries import CHANGE_FAILURES, FAILURES, IMAGE_FAILURES, Service
 from kinlens.service.api.images import AS_SIZE, KEPT, Size
+from kinlens.service.api.items import item_model
 from kinlens.service.api.requests import read_form
-from kinlens.service.concurrency import within
+from kinlens.service.concurrency import BoundedPool, within
 from kinlens.service.galleries.registry import Served
 from kinlens.service.http.bodies import FORM, checked, fault, off_loop, parse_json, read_body
 from kinlens.service.http.openapi import body_docs, problems
 from kinlens.service.http.rules import Route, rule
 from kinlens.service.runtime import Runtime
+from kinlens.service.search.pipeline import CancelToken
 
+MAX_ITEMS = 10_000
+"""Maximum number of items in a gallery that a request may search for near-duplicates."""
+
+_MAX_GROUPS = 200
+_SCANS = BoundedPool("near-duplicates", 1, 0)  # one at a time, since it uses all cores
 _QUERIES_PER_LIMIT = 16
 _KEPT = (*FAILURES, errors.GalleryConflictError)
 _MODEL = (errors.SearchError, errors.BundleError)
@@ -45,10 +64,10 @@ _ADD_FORM: dict[str, Any] = {
 }
 
 Sha256 = Annotated[str, Path(pattern="^[0-9a-f]{64}$", description="The sha256 of its image.")]
-router = APIRouter(route_class=Route, prefix="/galleries/{name}/golden")
+router = APIRouter(route_class=Route, prefix="/galleries/{name}")
 
 
-@router.get("", responses=problems(*_KEPT), summary="List golden queries")
+@router.get("/golden", responses=problems(*_KEPT), summary="List golden queries")
 @rule("write", "galleries")
 async def queries(runtime: Service, name: str) -> GoldenQueries:
     """The labelled queries and the right items of each."""
@@ -59,7 +78,7 @@ async def queries(runtime: Service, name: str) -> GoldenQueries:
 
 
 @router.post(
-    "",
+    "/golden",
     responses=problems(*CHANGE_FAILURES, *_MODEL, *IMAGE_FAILURES, errors.FilterError),
     summary="Label a query",
 )
@@ -82,7 +101,7 @@ async def add(runtime: Service, name: str, request: Request) -> GoldenQuery:
 
 
 @router.delete(
-    "/{sha256}",
+    "/golden/{sha256}",
     status_code=204,
     responses=problems(*CHANGE_FAILURES, errors.ItemNotFoundError),
     summary="Remove a golden query",
@@ -103,7 +122,7 @@ async def remove(runtime: Service, request: Request, name: str, sha256: Sha256) 
 
 
 @router.get(
-    "/{sha256}/image",
+    "/golden/{sha256}/image",
     response_class=Response,
     responses={
         200: {"content": {"image/jpeg": {}}, "description": "The image as a JPEG."},
@@ -130,7 +149,9 @@ async def image(
     return Response(made, media_type="image/jpeg", headers={"Cache-Control": KEPT})
 
 
-@router.post("/run", responses=problems(*CHANGE_FAILURES, *_MODEL), summary="Run the golden set")
+@router.post(
+    "/golden/run", responses=problems(*CHANGE_FAILURES, *_MODEL), summary="Run the golden set"
+)
 @rule("write", "galleries")
 async def run(
     runtime: Service,
@@ -158,7 +179,7 @@ async def run(
     return report
 
 
-@router.get("/runs", responses=problems(*_KEPT), summary="List golden runs")
+@router.get("/golden/runs", responses=problems(*_KEPT), summary="List golden runs")
 @rule("write", "galleries")
 async def runs(
     runtime: Service, name: str, limit: Annotated[int, Query(ge=1, le=KEPT_RUNS)] = 50
@@ -168,6 +189,62 @@ async def runs(
         golden = GoldenSet(_folder(served))
         found = await runtime.read("the reports", lambda: golden.runs(limit), served=served)
         return GoldenRuns(runs=found)
+
+
+@router.get("/duplicates", responses=problems(*FAILURES), summary="Find near-duplicates")
+@rule("admin", "galleries")
+async def duplicates(
+    runtime: Service,
+    name: str,
+    offset: Annotated[int, Query(ge=0, le=MAX_ITEMS)] = 0,
+    limit: Annotated[
+        int, Query(ge=1, le=_MAX_GROUPS, description="Maximum number of groups.")
+    ] = 50,
+    min_score: Annotated[
+        float | None,
+        Query(
+            ge=-1,
+            le=1,
+            description="Minimum cosine; default 0.95, or more if different products look alike.",
+        ),
+    ] = None,
+) -> DuplicatesAnswer:
+    """Groups of near-duplicates that likely show one product, the largest first.
+
+    Each item is near the first of its group. A group of more than 20 items and more than 1 % of the
+    gallery is listed in `crowds` instead: it is a placeholder image, or the score is too low. For
+    galleries of more than 10,000 items, use the command line.
+    """
+    over = CancelToken()
+    async with runtime.registry.find(name) as served:
+
+        def read() -> DuplicatesAnswer:
+            gallery = _comparable(served)
+            version = gallery.version
+            near = find_duplicates(gallery, min_score=min_score, on_progress=lambda _: over.check())
+            page = near.groups[offset : offset + limit]
+            return DuplicatesAnswer(
+                gallery_version=version,
+                min_score=near.min_score,
+                floor=NearFloor(**asdict(near.floor)),
+                total=len(near.groups),
+                items=sum(map(len, near.groups)),
+                offset=offset,
+                warning=near.warning,
+                crowds=list(_clusters(name, gallery, near)),
+                groups=[
+                    [_item(name, gallery, one) for one in group]
+                    for group in members_of(gallery, page)
+                ],
+            )
+
+        served.acquire()  # until the thread ends, even if the client has disconnected
+        try:
+            limit_s = runtime.settings.request_timeout_ms / 1e3
+            async with within(limit_s, "Reading the near-duplicates"):
+                return await _SCANS.run(read, after=served.release)
+        finally:
+            over.cancel()
 
 
 def _folder(served: Served) -> FilePath:
@@ -233,3 +310,32 @@ def _new_query(request: Request, body: bytes) -> NewQuery:
     except ValueError as error:
         raise fault("label", f"label is not valid JSON: {error}. {_LABEL_TEXT}") from error
     return NewQuery(images[0], checked(Label, label, lambda _: "label"), sent.get("name", ""))
+
+
+def _comparable(served: Served) -> Gallery:
+    """The gallery of `served`. Raises: InvalidParameterError if it is remote or too large."""
+    gallery = served.require_whole()
+    if not isinstance(gallery, Gallery):
+        raise InvalidParameterError(
+            f"Gallery {served.name} is on Milvus; near-duplicates need a gallery in a folder. Copy "
+            "it with kinlens-index import, and run kinlens-index duplicates."
+        )
+    if gallery.size > MAX_ITEMS:
+        raise InvalidParameterError(
+            f"Gallery {served.name} has {gallery.size:,} items; the limit for near-duplicates over "
+            f"HTTP is {MAX_ITEMS:,}. Run kinlens-index duplicates GALLERY on the "
+            "machine of the service."
+        )
+    return gallery
+
+
+def _clusters(name: str, gallery: Gallery, near: NearDuplicates) -> Iterator[NearCrowd]:
+    for cluster in clusters_of(gallery, near):
+        examples = [item_model(name, gallery, item) for item in cluster.examples]
+        yield NearCrowd(items=cluster.items, examples=examples, detail=cluster.detail)
+
+
+def _item(name: str, gallery: Gallery, member: Member) -> NearItem:
+    judged = asdict(member)
+    del judged["item"]
+    return NearItem(**item_model(name, gallery, member.item).model_dump(), **judged)

@@ -30,11 +30,10 @@ from kinlens.training.folder import (
 from kinlens.training.report.notices import MAY_HAVE_SEEN, did_it_help, verdict_of
 from kinlens.training.report.page import write_report
 from kinlens.training.start import NOT_PROVEN, may_have_seen, seen_before, too_few
-from kinlens.training.state import OF_TERMS, VALIDATION, Row, on_validation
+from kinlens.training.state import Figures, Row
 from kinlens.training.trainer import Listener, fit
 
 _PACKAGES = ("torch", "torchvision", "numpy", "pillow")
-_OF_TRAINING = (VALIDATION, *OF_TERMS, "epoch", "loss", "seconds", "images_per_s")
 
 
 def run_job(job: Job, split: Split, folder: Path, listener: Listener) -> Result:
@@ -62,7 +61,7 @@ def _run(job: Job, split: Split, folder: Path, listener: Listener) -> Result:
     result = Result(
         job=job.as_dict(),
         figures=figures,
-        validation=on_validation((chosen.history or [chosen.start])[-1]),
+        validation=Figures.of((chosen.history or [chosen.start])[-1]).validation,
         best_epoch=chosen.epoch,
         chosen_by=job.protocol.choose_by,
         seconds_per_epoch=statistics.median([row["seconds"] for row in history] or [0.0]),
@@ -125,10 +124,11 @@ def _test(job: Job, split: Split, chosen: Checkpoint, history: list[Row]) -> Row
     if job.protocol.evaluate_test == "never":
         return {}
     row = history[-1] if history else chosen.trunk if chosen.trunk_alone else chosen.start
+    figures = Figures.of(row).test
     on_line = job.protocol.choose_by == "alpha"
     is_last = chosen.epoch == len(history) and not on_line
-    if (is_last or not history) and all(f"R@{k}" in row for k in job.recall_at):
-        return {name: value for name, value in row.items() if not name.startswith(_OF_TRAINING)}
+    if (is_last or not history) and all(f"R@{k}" in figures for k in job.recall_at):
+        return figures
     _, net = chosen.network()
     net = net.to(choose_device(job.runtime))
     return evaluate(net, split.tested, job, full=not on_line, before=chosen.trunk_ranks.get(""))

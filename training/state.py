@@ -27,6 +27,7 @@ OF_TERMS = ("share ", "scale ", "reach ", "calibrates ", "r_", "feature_norm")
 """Prefixes of figures of a step that a row has, too, as means over the epoch; also of old runs."""
 VALIDATION = "validation "
 """Prefix of figures on validation classes; figures on test classes have none."""
+_OF_TIME = ("epoch", "loss", "seconds", "images_per_s")
 
 _PROGRESS = (
     "epoch", "step", "history", "evaluated", "best_epoch", "best_score", "trunk",
@@ -35,8 +36,30 @@ _PROGRESS = (
 """Fields that a run and its checkpoint share."""
 
 
-def on_validation(row: Row) -> Row:
-    return {k.removeprefix(VALIDATION): v for k, v in row.items() if k.startswith(VALIDATION)}
+@dataclass(frozen=True)
+class Figures:
+    """The figures of a row by what they were measured on; the only place that reads their names.
+
+    `shares` are those of the gradients of regularizers, by regularizer, `terms` all of OF_TERMS.
+    """
+
+    test: Row
+    validation: Row
+    terms: Row
+    shares: Row
+
+    @classmethod
+    def of(cls, row: Row) -> "Figures":
+        def of_prefix(prefix: str) -> Row:
+            return {k.removeprefix(prefix): v for k, v in row.items() if k.startswith(prefix)}
+
+        others = (VALIDATION, *OF_TERMS, *_OF_TIME)
+        return cls(
+            test={name: value for name, value in row.items() if not name.startswith(others)},
+            validation=of_prefix(VALIDATION),
+            terms={name: value for name, value in row.items() if name.startswith(OF_TERMS)},
+            shares=of_prefix("share "),
+        )
 
 
 @dataclass

@@ -32,7 +32,7 @@ from kinlens.training.objective import Terms
 from kinlens.training.report import notices
 from kinlens.training.report.log import RunLog
 from kinlens.training.start import continues_model, start_from_trunk
-from kinlens.training.state import OF_TERMS, VALIDATION, Row, Run, create_run, restore
+from kinlens.training.state import OF_TERMS, VALIDATION, Figures, Row, Run, create_run, restore
 
 _LOG_EVERY_STEPS = 10
 _SAVE_EVERY_S = 15.0
@@ -258,8 +258,8 @@ class _Training:
 
     def _choose(self, row: Row) -> None:
         """Keep the current model if its figures are the best by the protocol."""
-        names = {"validation": VALIDATION + "R@1", "test": "R@1"}
-        score = row.get(names.get(self.run.job.protocol.choose_by, ""))
+        figures, by = Figures.of(row), self.run.job.protocol.choose_by
+        score = {"validation": figures.validation, "test": figures.test}.get(by, {}).get("R@1")
         if score is not None and score > self.run.best_score:
             self.run.best_epoch, self.run.best_score = self.run.epoch, score
             self.save(BEST)

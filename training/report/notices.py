@@ -9,7 +9,7 @@ from kinlens.training.data.records import Split
 from kinlens.training.evaluation.retrieval import GAIN, queries_in, with_interval
 from kinlens.training.folder import UNTRAINED, Result
 from kinlens.training.regularizers.shares import LEAST
-from kinlens.training.state import VALIDATION, Row
+from kinlens.training.state import Figures, Row
 
 CHOSEN_BY = {
     "last": "the model of a run is its last epoch; no epoch was chosen by its test recall",
@@ -49,10 +49,10 @@ def after_epoch(job: Job, history: Sequence[Row]) -> list[str]:
             continue
         share = "" if settings.share else f"set regularizers.{name}.share = 0.2, or "
         cure = f"{share}raise {_WEIGHTS.get(name, 'weight')}"
+        percent = 100 * Figures.of(row).shares[name]
         notes.append(
-            f"epoch {row['epoch']:.0f}: the gradient of regularizers.{name} is "
-            f"{100 * row[f'share {name}']:.2g} % of the gradient of the loss, so it has almost no "
-            f"effect. {cure[0].upper()}{cure[1:]}."
+            f"epoch {row['epoch']:.0f}: the gradient of regularizers.{name} is {percent:.2g} % of "
+            f"the gradient of the loss, so it has almost no effect. {cure[0].upper()}{cure[1:]}."
         )
     return notes
 
@@ -61,7 +61,7 @@ def _faint(job: Job, name: str, row: Row) -> bool:
     """Whether a regularizer had almost no effect, once its flow is fitted and its share begun."""
     settings = job.regularizers.wanted()[name]
     waits = getattr(settings, "fit_epochs", 0) + (settings.share is not None)
-    return row["epoch"] > waits and row.get(f"share {name}", LEAST) < LEAST
+    return row["epoch"] > waits and Figures.of(row).shares.get(name, LEAST) < LEAST
 
 
 def did_it_help(split: Split, result: Result) -> list[str]:
@@ -113,9 +113,13 @@ def verdict_of(result: Result, run: Path) -> str:
 
 
 def _held_out(result: Result) -> dict[str, tuple[float, float, Row]]:
-    found = {"validation": (VALIDATION, result.validation), "test": ("", result.figures)}
+    began = Figures.of(result.trunk)
+    found = {
+        "validation": (result.validation, began.validation),
+        "test": (result.figures, began.test),
+    }
     return {
-        part: (figures["R@1"], result.trunk[f"{prefix}R@1"], figures)
-        for part, (prefix, figures) in found.items()
-        if "R@1" in figures and f"{prefix}R@1" in result.trunk
+        part: (figures["R@1"], before["R@1"], figures)
+        for part, (figures, before) in found.items()
+        if "R@1" in figures and "R@1" in before
     }

@@ -18,7 +18,7 @@ from kinlens.training.folder import RESULT, Result, read_result, replace_text
 from kinlens.training.regularizers.shares import LEAST
 from kinlens.training.report.notices import CHOSEN_BY, after_epoch, did_it_help
 from kinlens.training.report.tables import plain, table
-from kinlens.training.state import Row, on_validation
+from kinlens.training.state import Figures, Row
 
 Rows = Sequence[Row]
 
@@ -104,7 +104,8 @@ def _facts(job: Job, split: Split, history: Rows, result: Result) -> list[str]:
 
 def _figures(result: Result) -> list[str]:
     names = dict.fromkeys([*result.figures, *result.validation])
-    columns = [result.figures, result.validation, result.trunk, on_validation(result.trunk)]
+    trunk = Figures.of(result.trunk)
+    columns = [result.figures, result.validation, trunk.test, trunk.validation]
     rows = [
         [name, *(f"{column[name]:.4g}" if name in column else "" for column in columns)]
         for name in names
@@ -164,9 +165,10 @@ def _regularizers(job: Job, history: Rows) -> list[str]:
         values = settings.model_dump(mode="json", exclude_none=True)
         words = ", ".join(f"{key} = {value}" for key, value in values.items())
         lines.append(f"- {name}: {words}")
-        measured = [row for row in history if f"share {name}" in row]
+        measured = [row for row in history if name in Figures.of(row).shares]
         if measured:
-            first, end = (100 * row[f"share {name}"] for row in (measured[0], measured[-1]))
+            ends = (measured[0], measured[-1])
+            first, end = (100 * Figures.of(row).shares[name] for row in ends)
             lines.append(
                 f"  - its gradient relative to the loss's: {first:.2g} % in the first epoch, "
                 f"{end:.2g} % in the last epoch; weight x {measured[-1][f'scale {name}']:.3g}"

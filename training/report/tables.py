@@ -14,7 +14,7 @@ from typing import Any
 
 from kinlens.embedder.errors import CheckpointError, JobError
 from kinlens.training.folder import RESULT, Result, by_name, read_result, replace_text
-from kinlens.training.state import OF_TERMS, on_validation
+from kinlens.training.state import Figures
 
 _SEED = re.compile(r"seed-\d+")
 
@@ -101,7 +101,7 @@ def record_of(source: Path, by: str = "") -> Record:
         raise JobError(f"--by {by} is not a setting of a job. Use a name like loss.name.")
     return replace(
         record(str(method), result),
-        terms={name: value for name, value in last.items() if name.startswith(OF_TERMS)},
+        terms=Figures.of(last).terms,
         bundle=_bundle(source / "bundle" / "manifest.json"),
         seconds_per_step=result.seconds_per_epoch * last["epoch"] / last["step"] if last else None,
     )
@@ -114,7 +114,7 @@ def record(method: str, result: Result) -> Record:
         seed=result.job["seed"],
         figures=result.figures or result.validation,
         validation=result.validation,
-        trunk=result.trunk if result.figures else on_validation(result.trunk),
+        trunk=result.trunk if result.figures else Figures.of(result.trunk).validation,
         job=result.job,
         split_sha256=result.split_sha256,
         versions=result.versions,

@@ -185,6 +185,15 @@ class Input(Section):
     """Smallest part of an image that a crop of kind `area` may keep."""
     flip: bool = True
     """Mirror half of the training views, at random."""
+    colour: float = Field(0.0, ge=0, lt=1)
+    """Largest change of brightness, contrast and saturation of a training view, each in parts of
+    1; such as 0.4 for phone photos."""
+    blur_px: float = Field(0.0, ge=0)
+    """Largest radius of a blur of training views."""
+    jpeg_quality: int | None = Field(None, ge=1, le=95)
+    """Lowest quality of training views compressed as JPEG, up to 95; none: not compressed."""
+    erase: float = Field(0.0, ge=0, lt=1)
+    """Largest part of a training view that a rectangle of one colour covers, in half of them."""
     augment: str | None = Field(None, pattern=OWN_PATH)
     """Import path of a function of your own, `my_package.views:NAME`, that changes each training
     view."""

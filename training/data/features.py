@@ -31,6 +31,7 @@ Vectors = NDArray[np.float32]
 
 _BATCH = 64
 _LARGEST = 2 * 10**9  # bytes of the file: 400,000 views of MobileNetV2
+_AUGMENTATIONS = ("augment", "colour", "blur_px", "jpeg_quality", "erase")
 _FORMAT = "2"  # increase it when features of the same image and trunk change
 
 
@@ -173,8 +174,10 @@ class _Views(ImageFiles):
 def _digest(net: EmbeddingNet, spec: Input) -> bytes:
     """Digest of all that determines a feature except the image."""
     trunk = f"{net.backbone} {version('timm')}" if net.backbone.startswith(TIMM) else net.backbone
-    # Without `augment` the keys are those of version 0.2.
-    given = spec.model_dump_json(exclude={"augment"} if spec.augment is None else None)
+    # Without augmentations the keys are those of version 0.2.
+    known = Input.model_fields
+    off = {name for name in _AUGMENTATIONS if getattr(spec, name) == known[name].default}
+    given = spec.model_dump_json(exclude=off)
     settings = f"{_FORMAT} {trunk} {net.pool.kind} {given}"
     if spec.augment is not None:
         settings += source_sha256(spec.augment)

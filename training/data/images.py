@@ -28,6 +28,7 @@ from kinlens.embedder.preprocess import (
     to_chw,
 )
 from kinlens.training.config.settings import Input, Runtime
+from kinlens.training.data.augment import photographed
 from kinlens.training.data.records import LabelledImages
 from kinlens.training.own import own_part
 
@@ -98,6 +99,7 @@ def random_view(data: bytes, spec: Input, rng: np.random.Generator) -> Image.Ima
     view = resize_box(image, box, spec.size_px, spec.interpolation)
     if spec.flip and rng.random() < 0.5:
         view = view.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    view = photographed(view, spec, rng)
     if spec.augment is not None:
         view = own_part(spec.augment)(view, rng)
         if view.mode != "RGB" or view.size != (spec.size_px, spec.size_px):

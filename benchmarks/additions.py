@@ -41,13 +41,20 @@ Records = dict[str, dict[str, float]]
 
 
 def main() -> None:
-    args = options(__doc__, seeds=5, additions=[*ADDITIONS], json=None)
+    args = options(
+        __doc__,
+        seeds=5,
+        additions=[*ADDITIONS],
+        images=["cars", "groceries"],
+        trunks=[*TRUNKS],
+        json=None,
+    )
     if (shared := shared_folder()) is None:
         skip("needs the images and weights of $KINLENS_SHARED")
     found: Records = {}
     if args.json is not None and args.json.is_file():
         found = json.loads(args.json.read_text())
-    cells = product(("cars", "groceries"), TRUNKS, range(args.seeds), args.additions)
+    cells = product(args.images, args.trunks, range(args.seeds), args.additions)
     for data, trunk, seed, addition in cells:
         key = f"{data}|{trunk}|{addition}|{seed}"
         if key in found:

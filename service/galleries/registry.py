@@ -75,6 +75,7 @@ _HANGS = "It continues, and the gallery is served once it is open. Check its dis
 _OPENERS = 4
 _CALLS = 16
 _FIT_S = 600.0  # after which a calibration hangs; the largest gallery takes seconds
+_VISIBLE_S = 5.0  # until which a change is visible: its file changes before it is on the disk
 _PAUSE = 20  # times as long as it took to find a calibration not outdated, until the next time
 _REMOTE_READS = 2  # of the openers, so that servers that are away leave the others
 _FIRST_PAUSE_S = 1.0
@@ -122,6 +123,7 @@ class Served:
         self.calibrator = Calibrator(gallery) if isinstance(gallery, IndexedGallery) else None
         self.is_checked = False  # whether misfits of vectors and checksums have been logged
         self.is_to_examine = self.calibrator is not None  # whether its calibration is outdated
+        self.changed_at = -math.inf  # when its catalogue was last seen to have changed
         self.examine_at = 0.0  # not before this time, by the clock of `time.monotonic`
         self._shared = location.uploads
         self._usage = _Usage(close)
@@ -652,8 +654,11 @@ class Registry:
         served = self._served.get(name)
         if served is None or served.calibrator is None:
             return
-        served.is_to_examine |= has_changed
-        is_time = time.monotonic() >= served.examine_at
+        now = time.monotonic()
+        if has_changed:
+            served.changed_at = now
+        served.is_to_examine |= now < served.changed_at + _VISIBLE_S
+        is_time = now >= served.examine_at
         if served.is_to_examine and is_time and served.acquire():
             served.is_to_examine, served.examine_at = False, math.inf
             work = partial(_examine, served, self._refuse_if_stopped)

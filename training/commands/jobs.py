@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kinlens.embedder.errors import CheckpointError, JobError
-from kinlens.training.config.layers import known_jobs, read_top
+from kinlens.training.config.layers import known_jobs, read_layers, read_top
 from kinlens.training.report.log import note, progress_bar
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ def settings_of(overrides: Sequence[str] | None, allow_partial: bool) -> list[st
 
 def job_of(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> "Job":
     """The job of a user, with absolute paths. Raises: JobError, also on dead settings."""
+    read_layers(source)  # refuses a wrong name before the slow imports
     from kinlens.training.config.dead import idle, require_effect, written
     from kinlens.training.config.job import load_job, with_absolute_paths
 
@@ -63,16 +64,15 @@ def shop_of(data: Path) -> tuple[Path, str, str]:
 
     The CSV is `data` itself, or an images.csv in it.
     """
+    path = data.resolve()
+    if not path.exists():
+        raise JobError(f"--data {data} does not exist. Give the folder with your images.")
     from kinlens.training.data.load import TABLE
 
-    path = data.resolve()
     root = path.parent if path.is_file() else path
     table = path.name if path.is_file() else TABLE if (path / TABLE).is_file() else ""
     if not root.is_dir() or (table and not table.endswith(".csv")):
-        raise JobError(
-            f"--data {data} {'is no folder or CSV' if path.exists() else 'does not exist'}. Give "
-            "the folder with your images."
-        )
+        raise JobError(f"--data {data} is no folder or CSV. Give the folder with your images.")
     if "$" in str(root):
         raise JobError(f"{root} has a $, which a job reads as a variable. Rename the folder.")
     try:

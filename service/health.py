@@ -251,7 +251,7 @@ class Health:
     async def _check_gallery(self, name: str) -> Verdict:
         try:
             with self._registry.lease(name) as served:
-                if self._of_models.get(served.model) != _OK:
+                if self._of_models.get(served.model.whole) != _OK:
                     return Verdict("not searched, since the model failed")
                 # If an earlier probe still hangs, do not wait for it again: one gallery must not
                 # delay the checks of the others.

@@ -126,6 +126,7 @@ def test_a_short_gallery_is_served_beside_a_whole_one(tmp_path, photos, closes) 
     shop.put({"a": photos["1.png"], "b": photos["2.png"]}, gallery="short")
     shop.put({"a": photos["1.png"], "b": photos["2.png"]})
     with Client(shop.running.url) as client:
+        assert set(client.ready("short").checks.values()) == {"ok"}
         scores = {
             hit.key: hit.score for hit in client.search(photos["1.png"], gallery="short").hits
         }

@@ -5,15 +5,18 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from kinlens.embedder.bundle import WEIGHTS, Bundle
 from kinlens.embedder.errors import CheckpointError, ExportError, KinlensError
 from kinlens.embedder.session import OnnxEmbedder
 from kinlens.rendered.catalogue import write_catalogue
+from kinlens.training.__main__ import app
 from kinlens.training.bundles.bundle import export_backbone, export_checkpoint
 from kinlens.training.checkpoint import START, load_checkpoint, load_chosen
 from kinlens.training.config.job import Job, parse_job
@@ -209,3 +212,18 @@ def test_what_does_not_fit_is_named(bundle: Bundle, table: dict[str, Any], messa
         content[name] |= settings
     with pytest.raises(CheckpointError, match=message):
         create_run(parse_job(content), classes=3)
+
+
+def test_adapt_says_that_it_leaves_a_trained_model_as_it_is(
+    bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_split(small_job(tmp_path / "shop").data.model_copy(update={"products": 10}))
+    monkeypatch.setattr("kinlens.training.runner.fit", mock.Mock(side_effect=KeyboardInterrupt))
+    command = ["adapt", "--data", str(tmp_path / "shop"), "--out", str(tmp_path / "out")]
+    command += ["--run", str(tmp_path / "run"), "--backbone", TINY_TRUNK]
+    for setting in ("input={size_px=32,resize_px=36}", "model.batch_norm=frozen"):
+        command += ["--set", setting]
+    words = "is trained already, and adapt does not change it"
+    for more, expected in (([], True), (["--set", "protocol.alpha=0.25"], False)):
+        found = CliRunner().invoke(app, [*command, "--weights", str(bundle.path), *more])
+        assert (words in found.output.replace("\n", " ")) == expected, found.output

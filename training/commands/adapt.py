@@ -24,11 +24,14 @@ from kinlens.training.commands.jobs import (
 from kinlens.training.report.log import console_listener, note
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kinlens.training.config.job import Job
     from kinlens.training.data.records import Split
     from kinlens.training.folder import Result
 
 _STAMP = "adapt.json"
+_OF_TRAINING = ("loss", "regularizers", "sampling", "optimizer", "model.views", "model.hidden")
 
 
 def adapt(
@@ -85,6 +88,7 @@ def adapt(
     options = {"model.backbone": f"--backbone {backbone}", "model.weights": f"--weights {weights}"}
     job = with_absolute_paths(load_job("adapt", [*content, *(overrides or ())], options))
     job = job.model_copy(update={"data": job.data.model_copy(update={"root": str(root)})})
+    _note_vain(job, overrides or ())
     split = load_images(job)
     counts = [len(part) for part in split.parts.values()]
     products = [part.classes for part in split.parts.values()]
@@ -127,6 +131,21 @@ def adapt(
         words += ["--csv", str(root / table)]
     words += ["--bundle", str(out), "--out", f"galleries/{name}"]
     note(f"Next: {shlex.join(words)}")
+
+
+def _note_vain(job: "Job", overrides: "Sequence[str]") -> None:
+    """Name what a user gave for a training, if nothing is trained."""
+    from kinlens.training.start import continues_model
+
+    if job.protocol.choose_by != "alpha" or job.protocol.alpha > 0:
+        return
+    cure = "Set protocol.alpha=0.25, or train with `kinlens-train fit shop`."
+    names = [override.partition("=")[0].strip() for override in overrides]
+    if vain := sorted(name for name in names if name.startswith(_OF_TRAINING)):
+        note(f"No effect: {', '.join(vain)}, since adapt trains nothing after its start. {cure}")
+    if continues_model(job):
+        fact = "is trained already, and adapt does not change it"
+        note(f"The model of {job.model.weights} {fact}. {cure}")
 
 
 def _train(job: "Job", split: "Split", folder: Path, digest: str, verbose: bool) -> "Result":

@@ -106,7 +106,10 @@ def bundle_of(store: Store) -> Path:
 def facts_of(store: Store) -> dict[str, str]:
     """The metadata of a gallery that an export contains."""
     known = {"name", "bundle_id", "precision", "created_at", "source", "source_root"}
-    return store.facts().model_dump(include=known)
+    facts: dict[str, str] = store.facts().model_dump(include=known)
+    if isinstance(store, Gallery) and store.manifest.shortened:
+        facts["shortened"] = "true"
+    return facts
 
 
 @dataclass(frozen=True, slots=True)

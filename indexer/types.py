@@ -326,7 +326,8 @@ class Page(NamedTuple):
 class GalleryExport:
     """An export of a gallery: `count` entries with vectors of length `dim`.
 
-    facts: at least `name` and `bundle_id`; also `source`, `source_root` and `created_at` if known.
+    facts: at least `name` and `bundle_id`; also `source`, `source_root` and `created_at` if known,
+        and `shortened` if the vectors are the first numbers of those of the bundle.
     entries: returns an iterator from the first entry; it raises SourceError for a damaged entry.
     """
 

@@ -201,6 +201,7 @@ def import_gallery(
         precision=facts.get("precision", "fp32"),
         vector_type=vector_type,
         dim=dump.dim,
+        shortened="shortened" in facts,
         source=facts.get("source", ""),
         source_root=facts.get("source_root", ""),
     )

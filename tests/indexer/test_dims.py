@@ -66,10 +66,14 @@ def test_more_numbers_than_the_bundle_makes_are_refused(run, shop, out, tmp_path
 
 def test_a_rebuild_with_another_model_stays_short(run, shop, out, tmp_path) -> None:
     run("build", shop, "--bundle", "b", "--out", out, "--dims", "8")
+    run("export", out, "--out", tmp_path / "dump.parquet")
+    run("import", tmp_path / "dump.parquet", "--out", tmp_path / "imported")
     new = FakeEmbedder(bundle_id="c" * 64, dim=64)
     read = lambda item: (shop / item.path).read_bytes()
-    with closing(CatchUp(out, new, read)) as follower:
-        rebuild(follower, tmp_path / "made")
+    for path, made in ((out, "made"), (tmp_path / "imported", "made-too")):
+        with closing(CatchUp(path, new, read)) as follower:
+            rebuild(follower, tmp_path / made)
     pixels = [new.preprocess((shop / key).read_bytes()) for key in sorted(contents_of(out))]
     expected = cut(new.embed(np.stack(pixels)), 8)
-    np.testing.assert_allclose(vectors_of(tmp_path / "made"), expected, atol=1e-6)
+    for made in ("made", "made-too"):
+        np.testing.assert_allclose(vectors_of(tmp_path / made), expected, atol=1e-6)

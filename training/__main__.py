@@ -39,6 +39,12 @@ for command in (adapt, new, fit, evaluate, report, export, crossval, search, tou
 app.add_typer(data_app, name="data")
 
 
+_PACKAGES = (
+    "matplotlib", "numpy", "onnx", "onnxruntime", "onnxscript", "pandas", "PIL", "pooch", "scipy",
+    "sklearn", "tomli_w", "torch", "torchvision",
+)  # fmt: skip
+"""The modules that the extras bring. A module of the user may lack others."""
+
 _ALONE = ("adapt", "crossval", "evaluate", "export", "search", "tournament")
 """Commands that every process of torchrun would repeat."""
 
@@ -79,7 +85,7 @@ def main() -> None:
         print_error(f"{error}{cure}")
         raise SystemExit(1) from error
     except ModuleNotFoundError as missing:  # a package that the command imports when it starts
-        if missing.name not in ("torch", "torchvision", "onnxruntime"):
+        if (missing.name or "").partition(".")[0] not in _PACKAGES:
             raise
         raise _needs(missing) from None
 

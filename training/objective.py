@@ -54,6 +54,11 @@ class Objective(nn.Module):
                 f"loss.matryoshka = {list(self.dims)} has a number above model.dim = {dim}."
             )
         self.loss = build_loss(job.loss, classes, dim)
+        if self.dims and any(x.ndim > 1 and x.shape[-1] == dim for x in self.loss.buffers()):
+            raise JobError(
+                f"loss.matryoshka cuts embeddings, but {job.loss.name} keeps vectors of all {dim} "
+                "numbers in a buffer. Make them parameters, or omit loss.matryoshka."
+            )
         self.terms: dict[str, Regularizer] = {}
         for name, options in tables.items():
             self.terms[name] = build_regularizer(name, options, dim)

@@ -272,7 +272,8 @@ class Follower:
         Raises: _ObjectMissingError, GalleryError.
         """
         paths = [self._downloads / facts.sha256 for facts in objects]
-        missing = [one for one, path in zip(objects, paths, strict=True) if not _has(path, one)]
+        pairs = zip(objects, paths, strict=True)
+        missing = [*dict.fromkeys(one for one, path in pairs if not _has(path, one))]
         for start in range(0, len(missing), self._store.concurrent):
             self._fetch(missing[start : start + self._store.concurrent])
         return paths

@@ -158,8 +158,8 @@ class TrainParams(ModelParams):
         "shop",
         pattern=NAME,
         description="A job that comes with Kinlens: shop, the recommended one, trains the whole "
-        "network, in ten minutes up to 1,200 images; adapt trains a head in one or two and gains "
-        "less.",
+        "network, in ten minutes up to 1,200 images; adapt whitens the features of the untrained "
+        "network in one or two, if that is proven to help.",
     )
     data: str | None = Field(
         None,

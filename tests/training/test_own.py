@@ -217,6 +217,33 @@ def test_an_override_may_idle_what_a_file_says_but_not_be_idle(tmp_path: Path) -
         job_of(file, ["optimizer.schedule=constant", "optimizer.gamma=0.8"])
 
 
+def test_settings_of_a_training_are_refused_where_nothing_is_trained(tmp_path: Path) -> None:
+    file = tmp_path / "job.toml"
+    file.write_text('base = "adapt"\n[optimizer]\nepochs = 40\n')
+    for source, override in ((file, []), ("adapt", ["loss.margin=0.2"])):
+        with pytest.raises(JobError, match=r"has no effect here: nothing is trained"):
+            job_of(source, override)
+    assert job_of(file, ["protocol.alpha=0.25"]).optimizer.epochs == 40
+    assert job_of("shop", ["protocol.alpha=0"]).optimizer.epochs == 5
+    assert job_of("adapt").protocol.alpha == 0
+
+
+class Remembering(nn.Module):
+    def __init__(self, classes: int, dim: int) -> None:
+        super().__init__()
+        self.register_buffer("means", torch.zeros(classes, dim))
+
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        return (embeddings - self.get_buffer("means")[labels]).square().sum()
+
+
+def test_vectors_that_are_not_learnt_cannot_be_cut(tmp_path: Path) -> None:
+    content = small_job(tmp_path / "products", regularized=False).as_dict()
+    content["loss"] = {"name": register(Remembering), "matryoshka": [4]}
+    with pytest.raises(JobError, match="Remembering keeps vectors of all 16 numbers in a buffer"):
+        fit(content, out=tmp_path / "run")
+
+
 class Collapsing(nn.Module):
     """Pulls all embeddings to one point, whatever their class."""
 

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from kinlens.training.folder import Result
 
 _STAMP = "adapt.json"
-_OF_TRAINING = ("loss", "regularizers", "sampling", "optimizer", "model.views", "model.hidden")
 
 
 def adapt(
@@ -135,13 +134,14 @@ def adapt(
 
 def _note_vain(job: "Job", overrides: "Sequence[str]") -> None:
     """Name what a user gave for a training, if nothing is trained."""
+    from kinlens.training.config.dead import idle
     from kinlens.training.start import continues_model
 
     if job.protocol.choose_by != "alpha" or job.protocol.alpha > 0:
         return
     cure = "Set protocol.alpha=0.25, or train with `kinlens-train fit shop`."
-    names = [override.partition("=")[0].strip() for override in overrides]
-    if vain := sorted(name for name in names if name.startswith(_OF_TRAINING)):
+    names = {override.partition("=")[0].strip() for override in overrides}
+    if vain := sorted(names & idle(job).keys()):
         note(f"No effect: {', '.join(vain)}, since adapt trains nothing after its start. {cure}")
     if continues_model(job):
         fact = "is trained already, and adapt does not change it"

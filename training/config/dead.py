@@ -1,6 +1,8 @@
 """Settings without an effect in their job, which are refused as unknown keys are."""
 
+import functools
 from collections.abc import Collection, Mapping
+from operator import getitem
 from typing import Any
 
 from kinlens.embedder.errors import JobError
@@ -8,7 +10,12 @@ from kinlens.training.config.job import Job
 from kinlens.training.config.settings import BACKBONE_NAMES
 from kinlens.training.own import is_own
 
+_OF_STEPS = ("loss", "regularizers", "sampling", "optimizer")
 _TABLES = {"model", "start", "input", "sampling", "optimizer", "protocol", "runtime"}
+
+_NO_STEPS = (
+    "nothing is trained at protocol.alpha = 0; set protocol.alpha = 0.25, or train the job shop"
+)
 
 
 def require_effect(job: Job, given: Collection[str]) -> None:
@@ -37,6 +44,12 @@ def written(content: Mapping[str, Any], prefix: str = "") -> set[str]:
 
 def idle(job: Job) -> dict[str, str]:
     """All settings that have no effect whatever their value, with what they need."""
+    if job.protocol.choose_by == "alpha" and job.protocol.alpha == 0:
+        content, of_model = job.as_dict(), {"model.hidden"}
+        if job.model.views > 1:
+            of_model.add("model.views")
+        names = of_model.union(*(written(content[table], f"{table}.") for table in _OF_STEPS))
+        return dict.fromkeys(sorted(names), _NO_STEPS)
     model, optimizer, kind = job.model, job.optimizer, job.sampling.kind
     no_mode = model.weights == "none" and model.backbone in BACKBONE_NAMES
     own = is_own(job.loss.name) or bool(job.regularizers.own)
@@ -81,10 +94,10 @@ def _learns(loss: str) -> bool:
 
 
 def _value(job: Job, name: str) -> Any:
-    table, _, key = name.partition(".")
-    return getattr(getattr(job, table), key)
+    return functools.reduce(getitem, name.split("."), job.as_dict())
 
 
 def _is_default(job: Job, name: str) -> bool:
     table, _, key = name.partition(".")
-    return bool(_value(job, name) == type(getattr(job, table)).model_fields[key].default)
+    field = type(getattr(job, table)).model_fields.get(key)
+    return field is not None and bool(_value(job, name) == field.default)

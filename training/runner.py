@@ -45,7 +45,7 @@ def run_job(job: Job, split: Split, folder: Path, listener: Listener) -> Result:
 def _run(job: Job, split: Split, folder: Path, listener: Listener) -> Result:
     on_line = job.protocol.choose_by == "alpha"
     why_not = too_few(split) if on_line else ""
-    trains = not why_not and not (on_line and job.protocol.alpha == 0)
+    trains = not why_not and job.protocol.trains
     _record_seen(job, split, folder)
     with tuned(choose_device(job.runtime)):
         history = fit(job, split, folder, listener, (folder / FILE).exists(), trains)

@@ -198,16 +198,15 @@ def whitening_helps(features: Tensor, labels: NDArray[np.int64], seed: int) -> b
     x, labels = features[rows].double(), labels[rows]
     if len(order) < FEWEST_CLASSES:
         return False
+    every = np.full(len(labels), True)
+    of_trunk = _precisions(x, labels, every)
     gains, asked = np.zeros((2, len(labels))), np.zeros(len(labels))
     for _ in range(_HALVINGS):
         held_out = np.isin(labels, rng.permutation(order)[: len(order) // 2])
         moved = _Whitening(x[~held_out], labels[~held_out])(x)
-        for found, gallery in zip(gains, (held_out, np.full_like(held_out, True)), strict=True):
-            before, after = (
-                retrieval(functional.normalize(z[gallery]), labels[gallery]).precisions.numpy()
-                for z in (x, moved)
-            )
-            found[held_out] += (after - before)[held_out[gallery]]
+        alone, among_all = gains
+        alone += _precisions(moved, labels, held_out) - _precisions(x, labels, held_out)
+        among_all += (_precisions(moved, labels, every) - of_trunk) * held_out
         asked += held_out
     from scipy import special  # here, since its import takes a second
 
@@ -216,6 +215,16 @@ def whitening_helps(features: Tensor, labels: NDArray[np.int64], seed: int) -> b
         if mean <= special.stdtrit(classes - 1, _SURE) * error:
             return False
     return True
+
+
+def _precisions(
+    x: Tensor, labels: NDArray[np.int64], gallery: NDArray[np.bool_]
+) -> NDArray[np.float64]:
+    """MAP@R of each image (N,) of the gallery, searched for among its others; 0 elsewhere."""
+    found = np.zeros(len(labels))
+    of_gallery = retrieval(functional.normalize(x[gallery]), labels[gallery])
+    found[gallery] = of_gallery.precisions.numpy()
+    return found
 
 
 def _set(layer: nn.Linear, rows: Tensor, centre: Tensor) -> None:

@@ -17,7 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import structlog
 
-from kinlens.embedder.durable import exclusive, make_folder, sync, write_whole
+from kinlens.embedder.durable import exclusive, make_folder, sweep, sync, write_whole
 from kinlens.embedder.errors import (
     EngineUnavailableError,
     GalleryBusyError,
@@ -34,7 +34,6 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 _LOCK, _COPIED = "LOCK", "COPIED"
-_STAGE = ".stage-"
 _SHARD = 2  # hex digits
 _SHA256 = re.compile("[0-9a-f]{64}")
 _SWEEP_S = 3600.0
@@ -134,8 +133,7 @@ class UploadFolder:
                 self._locked(_LOCK, fcntl.LOCK_EX),
                 self._locked(_COPIED, fcntl.LOCK_EX | fcntl.LOCK_NB),
             ):
-                for stage in shard.glob(f"{_STAGE}*"):
-                    stage.unlink(missing_ok=True)
+                sweep(shard)
                 contents = sorted(_contents(shard))
                 for sha256 in set(contents) - stored_contents(self._gallery, contents):
                     self._path(sha256).unlink(missing_ok=True)

@@ -245,7 +245,7 @@ def _export(
             inputs,
             golden,
             files,
-            {each.mode: each.golden() for each in candidates},
+            {each.mode: each.golden for each in candidates},
             seen,
         )
 

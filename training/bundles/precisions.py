@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import get_args
 
@@ -89,6 +90,7 @@ class Candidate:
                 return self.embedder.embed(images)
         return np.full((len(images), self.embedder.dim), np.nan, np.float32)
 
+    @cached_property
     def golden(self) -> Embeddings:
         """Its vectors of the golden images (N, D). Raises: BundleError."""
         return self.embedder.embed(self.embedder.bundle.golden_inputs())
@@ -99,7 +101,7 @@ class Candidate:
         """Compare the mode with fp32, as `compare` does."""
         if self.fault is None:
             with self.attempt():
-                cosines = (self.golden() * self.embedder.bundle.golden_vectors()).sum(axis=1)
+                cosines = (self.golden * self.embedder.bundle.golden_vectors()).sum(axis=1)
                 self.comparison = compare(self.mode, cosines, page, labels, fp32, vectors)
 
 

@@ -17,6 +17,7 @@ from kinlens.training.commands.jobs import (
     Overrides,
     Verbose,
     load_images,
+    names_of,
     shop_of,
     stoppable,
     summary,
@@ -137,11 +138,10 @@ def _note_vain(job: "Job", overrides: "Sequence[str]") -> None:
     from kinlens.training.config.dead import idle
     from kinlens.training.start import continues_model
 
-    if job.protocol.choose_by != "alpha" or job.protocol.alpha > 0:
+    if job.protocol.trains:
         return
     cure = "Set protocol.alpha=0.25, or train with `kinlens-train fit shop`."
-    names = {override.partition("=")[0].strip() for override in overrides}
-    if vain := sorted(names & idle(job).keys()):
+    if vain := sorted(names_of(overrides) & idle(job).keys()):
         note(f"No effect: {', '.join(vain)}, since adapt trains nothing after its start. {cure}")
     if continues_model(job):
         fact = "is trained already, and adapt does not change it"

@@ -45,6 +45,11 @@ def settings_of(overrides: Sequence[str] | None, allow_partial: bool) -> list[st
     return [*(overrides or ()), *(["data.allow_partial=true"] if allow_partial else [])]
 
 
+def names_of(overrides: Sequence[str]) -> set[str]:
+    """The dotted names of the settings that `--set` changes."""
+    return {override.partition("=")[0].strip() for override in overrides}
+
+
 def job_of(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> "Job":
     """The job of a user, with absolute paths. Raises: JobError, also on dead settings."""
     read_layers(source)  # refuses a wrong name before the slow imports
@@ -55,7 +60,7 @@ def job_of(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()
     with suppress(JobError):  # a file may need its overrides
         # An override may idle settings of the file, such as the rate of a part that it turns off.
         of_file &= idle(load_job(source) if overrides else job).keys()
-    require_effect(job, of_file | {override.partition("=")[0].strip() for override in overrides})
+    require_effect(job, of_file | names_of(overrides))
     return with_absolute_paths(job)
 
 

@@ -44,7 +44,7 @@ def written(content: Mapping[str, Any], prefix: str = "") -> set[str]:
 
 def idle(job: Job) -> dict[str, str]:
     """All settings that have no effect whatever their value, with what they need."""
-    if job.protocol.choose_by == "alpha" and job.protocol.alpha == 0:
+    if not job.protocol.trains:
         content, of_model = job.as_dict(), {"model.hidden"}
         if job.model.views > 1:
             of_model.add("model.views")

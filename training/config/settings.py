@@ -397,6 +397,11 @@ class Protocol(Section):
             )
         return self
 
+    @property
+    def trains(self) -> bool:
+        """Whether anything is trained after the start."""
+        return self.choose_by != "alpha" or self.alpha > 0
+
     def require_flag(self, given: bool) -> None:
         """Raises: JobError if test classes choose the model and the flag was not given."""
         if self.choose_by == "test" and not given:

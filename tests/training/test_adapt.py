@@ -302,3 +302,13 @@ def test_one_command_makes_a_bundle_and_goes_on_where_it_was_stopped(
     assert "No effect: optimizer.epochs, since adapt trains nothing" in found.output
     assert "1 image(s) are copies within their class" in found.output.replace("\n", " ")
     assert "Give another --run" in str(found.exception)
+
+
+def test_without_a_test_no_answers_are_counted(tmp_path: Path, weights: Path) -> None:
+    shop, out = tmp_path / "shop", tmp_path / "bundle"
+    load_split(small_job(shop).data.model_copy(update={"products": 10}))
+    command = adapt_command(shop, out, tmp_path / "run", weights)
+    found = CliRunner().invoke(app, [*command, "--set", "protocol.evaluate_test=never"])
+    assert found.exit_code == 0, found.output
+    assert "The result was not tested" in found.output
+    assert "of 100 photos" not in found.output

@@ -183,7 +183,9 @@ def _train(job: "Job", split: "Split", folder: Path, digest: str, verbose: bool)
 
 def _outcome(result: "Result") -> str:
     """How often the right product is found first, in the words of a shop."""
-    after, before = result.figures.get("R@1", 0.0), result.trunk.get("R@1", 0.0)
+    if "R@1" not in result.figures:
+        return "The result was not tested, as protocol.evaluate_test is never"
+    after, before = result.figures["R@1"], result.trunk["R@1"]
     changed = f"({before:.0f} before)"
     if result.choice:  # why the trunk is left alone
         changed = "with the network as it is: what was learnt is not proven to help other products"

@@ -14,10 +14,12 @@ from kinlens.embedder.errors import CheckpointError, JobError
 from kinlens.embedder.sources.tables import PRODUCT
 from kinlens.training.commands.export import Precisions, WithMap, describe, precisions_of
 from kinlens.training.commands.jobs import (
+    TRAIN_IT,
     Overrides,
     Verbose,
     load_images,
     names_of,
+    note_untrained,
     shop_of,
     stoppable,
     summary,
@@ -25,8 +27,6 @@ from kinlens.training.commands.jobs import (
 from kinlens.training.report.log import console_listener, note
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from kinlens.training.config.job import Job
     from kinlens.training.data.records import Split
     from kinlens.training.folder import Result
@@ -79,6 +79,7 @@ def adapt(
     from kinlens.training.data.records import content_digest, read_rows
     from kinlens.training.folder import by_name
     from kinlens.training.runner import seen_in
+    from kinlens.training.start import continues_model
 
     make_room(out)
     content = [f'name="{name}"', f"model.backbone={backbone}", f"model.weights={weights}"]
@@ -88,7 +89,10 @@ def adapt(
     options = {"model.backbone": f"--backbone {backbone}", "model.weights": f"--weights {weights}"}
     job = with_absolute_paths(load_job("adapt", [*content, *(overrides or ())], options))
     job = job.model_copy(update={"data": job.data.model_copy(update={"root": str(root)})})
-    _note_vain(job, overrides or ())
+    note_untrained(job, "adapt", names_of(overrides or ()))
+    if continues_model(job) and not job.protocol.trains:
+        fact = "is trained already, and adapt does not change it"
+        note(f"The model of {job.model.weights} {fact}. {TRAIN_IT}")
     split = load_images(job)
     counts = [len(part) for part in split.parts.values()]
     products = [part.classes for part in split.parts.values()]
@@ -131,21 +135,6 @@ def adapt(
         words += ["--csv", str(root / table)]
     words += ["--bundle", str(out), "--out", f"galleries/{name}"]
     note(f"Next: {shlex.join(words)}")
-
-
-def _note_vain(job: "Job", overrides: "Sequence[str]") -> None:
-    """Name what a user gave for a training, if nothing is trained."""
-    from kinlens.training.config.dead import idle
-    from kinlens.training.start import continues_model
-
-    if job.protocol.trains:
-        return
-    cure = "Set protocol.alpha=0.25, or train with `kinlens-train fit shop`."
-    if vain := sorted(names_of(overrides) & idle(job).keys()):
-        note(f"No effect: {', '.join(vain)}, since adapt trains nothing after its start. {cure}")
-    if continues_model(job):
-        fact = "is trained already, and adapt does not change it"
-        note(f"The model of {job.model.weights} {fact}. {cure}")
 
 
 def _train(job: "Job", split: "Split", folder: Path, digest: str, verbose: bool) -> "Result":

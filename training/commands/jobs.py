@@ -5,7 +5,7 @@ each help text and each typing error.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from kinlens.training.data.records import Split
 
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
+
+TRAIN_IT = "Set protocol.alpha=0.25, or train with `kinlens-train fit shop`."
 
 JobName = Annotated[str, typer.Argument(help=f"TOML file, or {known_jobs()}.")]
 Overrides = Annotated[
@@ -56,12 +58,23 @@ def job_of(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()
     from kinlens.training.config.dead import idle, require_effect, written
     from kinlens.training.config.job import load_job, with_absolute_paths
 
-    job, of_file = load_job(source, overrides), written(read_top(source))
+    job, given = load_job(source, overrides), names_of(overrides)
+    of_file = written(read_top(source))
+    note_untrained(job, job.name, of_file | given)
     with suppress(JobError):  # a file may need its overrides
         # An override may idle settings of the file, such as the rate of a part that it turns off.
         of_file &= idle(load_job(source) if overrides else job).keys()
-    require_effect(job, of_file | names_of(overrides))
+    require_effect(job, of_file | given)
     return with_absolute_paths(job)
+
+
+def note_untrained(job: "Job", name: str, given: Collection[str]) -> None:
+    """Name the settings among `given` that act on training steps, if nothing is trained."""
+    from kinlens.training.config.dead import without_steps
+
+    if names := without_steps(job, given):
+        fact = f"since {name} trains nothing after its start"
+        note(f"No effect: {', '.join(names)}, {fact}. {TRAIN_IT}")
 
 
 def shop_of(data: Path) -> tuple[Path, str, str]:

@@ -1,8 +1,6 @@
 """Settings without an effect in their job, which are refused as unknown keys are."""
 
-import functools
 from collections.abc import Collection, Mapping
-from operator import getitem
 from typing import Any
 
 from kinlens.embedder.errors import JobError
@@ -10,12 +8,8 @@ from kinlens.training.config.job import Job
 from kinlens.training.config.settings import BACKBONE_NAMES
 from kinlens.training.own import is_own
 
-_OF_STEPS = ("loss", "regularizers", "sampling", "optimizer")
+_OF_STEPS = ("loss", "regularizers", "sampling", "optimizer", "model.hidden")
 _TABLES = {"model", "start", "input", "sampling", "optimizer", "protocol", "runtime"}
-
-_NO_STEPS = (
-    "nothing is trained at protocol.alpha = 0; set protocol.alpha = 0.25, or train the job shop"
-)
 
 
 def require_effect(job: Job, given: Collection[str]) -> None:
@@ -42,14 +36,19 @@ def written(content: Mapping[str, Any], prefix: str = "") -> set[str]:
     return found
 
 
+def without_steps(job: Job, given: Collection[str]) -> list[str]:
+    """The settings of training steps among `given`, if the job trains nothing after its start.
+
+    They are no error: `adapt` of version 0.2 trained.
+    """
+    if job.protocol.trains:
+        return []
+    steps = (*_OF_STEPS, "model.views") if job.model.views > 1 else _OF_STEPS
+    return sorted(name for name in given if name.startswith(steps))
+
+
 def idle(job: Job) -> dict[str, str]:
     """All settings that have no effect whatever their value, with what they need."""
-    if not job.protocol.trains:
-        content, of_model = job.as_dict(), {"model.hidden"}
-        if job.model.views > 1:
-            of_model.add("model.views")
-        names = of_model.union(*(written(content[table], f"{table}.") for table in _OF_STEPS))
-        return dict.fromkeys(sorted(names), _NO_STEPS)
     model, optimizer, kind = job.model, job.optimizer, job.sampling.kind
     no_mode = model.weights == "none" and model.backbone in BACKBONE_NAMES
     own = is_own(job.loss.name) or bool(job.regularizers.own)
@@ -94,10 +93,10 @@ def _learns(loss: str) -> bool:
 
 
 def _value(job: Job, name: str) -> Any:
-    return functools.reduce(getitem, name.split("."), job.as_dict())
+    table, _, key = name.partition(".")
+    return getattr(getattr(job, table), key)
 
 
 def _is_default(job: Job, name: str) -> bool:
     table, _, key = name.partition(".")
-    field = type(getattr(job, table)).model_fields.get(key)
-    return field is not None and bool(_value(job, name) == field.default)
+    return bool(_value(job, name) == type(getattr(job, table)).model_fields[key].default)

@@ -357,8 +357,6 @@ class Calibration(BaseModel):
         split: the split of the held-out images.
         gallery_images, classes: number of images and of their classes, none of them trained on.
         negative_pairs: number of pairs of different classes.
-        auc: area under the ROC curve of the scores of all pairs.
-        auc_of_hits: area under the ROC curve of the best hits.
     """
 
     # Bundles of earlier versions contain other keys, which their ids cover.
@@ -370,8 +368,6 @@ class Calibration(BaseModel):
     queries: int = Field(ge=1)
     negative_pairs: int = Field(ge=1)
     classes: int | None = Field(default=None, ge=2, exclude_if=lambda classes: classes is None)
-    auc: float | None = Field(default=None, ge=0, le=1, exclude_if=lambda auc: auc is None)
-    auc_of_hits: float | None = Field(default=None, ge=0, le=1, exclude_if=lambda auc: auc is None)
     curves: tuple[ViewsCurve, ...] = Field(default=(), exclude_if=lambda curves: not curves)
 
     def curve_for(self, products: int, views: float) -> Curve:

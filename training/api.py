@@ -49,7 +49,7 @@ from kinlens.training.regularizers.graph_consistency import GraphConsistencyRegu
 from kinlens.training.regularizers.koleo import KoLeoRegularizer
 from kinlens.training.regularizers.non_isotropy import NonIsotropyRegularizer
 from kinlens.training.regularizers.skewed_mean import SkewedMeanRegularizer
-from kinlens.training.report.callbacks import (
+from kinlens.training.report.log import (
     Callback,
     Callbacks,
     MlflowCallback,

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from kinlens.embedder.errors import CheckpointError
 from kinlens.training.config.job import Job, parse_job
 from kinlens.training.folder import UNTRAINED, replacing
+from kinlens.training.models.backbones import State
 from kinlens.training.models.embedding import EmbeddingNet
 from kinlens.training.own import is_own, require_sources, source_sha256
 
@@ -158,3 +159,31 @@ def load_chosen(folder: Path) -> Checkpoint:
             "that began it again, `fit` with --resume."
         )
     return last
+
+
+def write_chosen(folder: Path, alpha: float | None) -> None:
+    """Write the model at `alpha` as the chosen one; None is what the run began with.
+
+    A training on few classes may end below its start, so `protocol.alpha` takes it only a part of
+    the way: to a mean of the weights of both.
+
+    References:
+        Wortsman et al., Robust fine-tuning of zero-shot models (2022), section 3: the line between
+        weights. https://arxiv.org/abs/2109.01903
+    """
+    start, last = load_checkpoint(folder / START), load_checkpoint(folder)
+    trunk_alone = start.trunk_alone or (alpha is None and last.began_with == UNTRAINED)
+    weights = between(start.weights(), last.weights(), alpha or 0.0)  # the trunk of the start
+    save_checkpoint(
+        folder / BEST, replace(last, net=weights, average=None, trunk_alone=trunk_alone)
+    )
+
+
+def between(before: State, after: State, alpha: float) -> dict[str, Tensor]:
+    """The state of the network at a point on the line."""
+    return {
+        name: torch.lerp(before[name], value, alpha)
+        if value.is_floating_point()
+        else (value if alpha else before[name])
+        for name, value in after.items()
+    }

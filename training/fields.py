@@ -1,8 +1,19 @@
-"""Bounded numbers and frozen tables, for the settings of a job and the options of a loss."""
+"""Tables of a job: frozen, with bounded numbers, also made from the constructor of a class."""
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+import inspect
+import re
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, WrapValidator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    WrapValidator,
+    create_model,
+    model_validator,
+)
 
 from kinlens.training.own import is_own
 
@@ -61,3 +72,52 @@ class OwnRegularizer(Options):
 
     name: str
     """Import path of its class, `my_package.terms:KoLeo` or `/path/terms.py:KoLeo`."""
+
+
+T = TypeVar("T", bound=Section)
+_ANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def options_of(
+    table: str, kind: type, base: type[T], given: Collection[str], **fields: Any
+) -> type[T]:
+    """The table of a job with the options of `kind`, and `fields` besides.
+
+    Options are all arguments of the constructor of `kind` but `given`. Bounds are in their
+    annotations, meanings below "Args:" in the docstring. The class method `check` of `kind`, if it
+    has one, gets the table and raises ValueError on options that contradict each other.
+    """
+    summary, meaning = _docstring(kind)
+    options: dict[str, Any] = {
+        name: (
+            Any if parameter.annotation is parameter.empty else parameter.annotation,
+            Field(
+                ... if parameter.default is parameter.empty else parameter.default,
+                description=meaning.get(name),
+            ),
+        )
+        for name, parameter in inspect.signature(kind).parameters.items()
+        if name not in given and parameter.kind not in _ANY
+    }
+    check: Callable[[Any], None] | None = getattr(kind, "check", None)
+
+    def checked(options: T) -> T:
+        if check is not None:
+            check(options)
+        return options
+
+    return create_model(
+        table,
+        __base__=base,
+        __doc__=summary,
+        __validators__={"checked": model_validator(mode="after")(checked)},  # type: ignore[dict-item]
+        **fields,
+        **options,
+    )
+
+
+def _docstring(kind: type) -> tuple[str, dict[str, str]]:
+    """The first line of the docstring of a class, and the meaning of each of its arguments."""
+    text = inspect.getdoc(kind) or ""
+    arguments = re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", text.partition("\nArgs:\n")[2], re.M)
+    return text.partition("\n")[0], {name: " ".join(of.split()) for name, of in arguments}

@@ -11,12 +11,11 @@ import numpy as np
 from kinlens.embedder.bundle import SEEN
 from kinlens.embedder.errors import JobError
 from kinlens.embedder.seen import Seen
-from kinlens.training.checkpoint import FILE, Checkpoint, load_chosen
+from kinlens.training.checkpoint import FILE, Checkpoint, load_chosen, write_chosen
 from kinlens.training.config.job import Job
 from kinlens.training.data.records import Split
 from kinlens.training.device import choose_device, tuned
 from kinlens.training.distributed import is_main, wait_for_all
-from kinlens.training.evaluation.choice import write_chosen
 from kinlens.training.evaluation.evaluate import evaluate
 from kinlens.training.folder import (
     RESULT,

@@ -16,13 +16,12 @@ from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.errors import CheckpointError
 from kinlens.training.__main__ import app
 from kinlens.training.bundles.bundle import export_checkpoint
-from kinlens.training.checkpoint import BEST, START, load_checkpoint, load_chosen
+from kinlens.training.checkpoint import BEST, START, between, load_checkpoint, load_chosen
 from kinlens.training.config.job import Job, parse_job
 from kinlens.training.config.settings import Input, Runtime
 from kinlens.training.data.features import FeatureStore, pooled_views
 from kinlens.training.data.load import load_split
 from kinlens.training.data.records import Split
-from kinlens.training.evaluation.choice import between
 from kinlens.training.folder import replace_json
 from kinlens.training.models.embedding import EmbeddingNet
 from kinlens.training.models.from_bundle import new_network

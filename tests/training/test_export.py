@@ -33,8 +33,7 @@ from kinlens.training.bundles.map import EmbeddingMap
 from kinlens.training.checkpoint import Checkpoint, load_checkpoint
 from kinlens.training.config.job import parse_job
 from kinlens.training.data.load import load_split
-from kinlens.training.data.protocol import with_protocol
-from kinlens.training.data.records import Split
+from kinlens.training.data.records import Split, with_protocol
 from kinlens.training.models.embedding import torch_embed
 from kinlens.training.trainer import fit
 from tests.embedder.bundles import CALIBRATION

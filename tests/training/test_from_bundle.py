@@ -18,11 +18,10 @@ from kinlens.embedder.session import OnnxEmbedder
 from kinlens.rendered.catalogue import write_catalogue
 from kinlens.training.__main__ import app
 from kinlens.training.bundles.bundle import export_backbone, export_checkpoint
-from kinlens.training.checkpoint import START, load_checkpoint, load_chosen
+from kinlens.training.checkpoint import START, between, load_checkpoint, load_chosen
 from kinlens.training.config.job import Job, parse_job
 from kinlens.training.config.settings import Input, Model
 from kinlens.training.data.load import load_split
-from kinlens.training.evaluation.choice import between
 from kinlens.training.evaluation.retrieval import with_interval
 from kinlens.training.models.backbones import write_weights
 from kinlens.training.models.embedding import Pool, torch_embed

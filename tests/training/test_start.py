@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from kinlens.training.checkpoint import load_checkpoint, load_chosen
 from kinlens.training.config.job import Job, parse_job
 from kinlens.training.data.load import load_split
-from kinlens.training.data.protocol import with_protocol
+from kinlens.training.data.records import with_protocol
 from kinlens.training.evaluation.evaluate import pooled
 from kinlens.training.evaluation.retrieval import GAIN, retrieval
 from kinlens.training.folder import Result

@@ -19,8 +19,7 @@ from kinlens.training.commands.jobs import load_images, with_settings
 from kinlens.training.config.job import Job, parse_job
 from kinlens.training.config.settings import Optimizer, Runtime, rate
 from kinlens.training.data.load import load_split
-from kinlens.training.data.protocol import with_protocol
-from kinlens.training.data.records import Split
+from kinlens.training.data.records import Split, with_protocol
 from kinlens.training.device import autocast, choose_device
 from kinlens.training.evaluation.evaluate import embed
 from kinlens.training.folder import Result, read_result, replace_text

@@ -88,7 +88,7 @@ def figures_of(
     from kinlens.training.evaluation.evaluate import embed_with, evaluate_embeddings, searched
     from kinlens.training.evaluation.retrieval import queries_in
     from kinlens.training.evaluation.structure import require_distinct
-    from kinlens.training.report.plots import draw_embeddings, require_plot
+    from kinlens.training.report.page import draw_embeddings, require_plot
 
     if plot is not None:
         require_plot(plot)
@@ -218,8 +218,7 @@ def _of_run(source: Path) -> "Model":
 
 def _images(data: Path) -> "LabelledImages":
     from kinlens.training.config.settings import MAX_DAMAGED
-    from kinlens.training.data.damage import without_damaged
-    from kinlens.training.data.load import read_folder, read_table
+    from kinlens.training.data.load import read_folder, read_table, without_damaged
     from kinlens.training.data.records import labelled
 
     root, _, table = shop_of(data)

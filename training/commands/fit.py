@@ -56,7 +56,7 @@ def fit(
     # Imported after the job is read, as torch takes seconds.
     from kinlens.training.checkpoint import FILE, load_checkpoint
     from kinlens.training.distributed import is_main, main_first, process_group
-    from kinlens.training.report.callbacks import TRACKERS, Callbacks
+    from kinlens.training.report.log import TRACKERS, Callbacks
     from kinlens.training.runner import require_fresh_or_resumable, run_job
 
     if unknown := set(track or ()) - TRACKERS.keys():

@@ -134,7 +134,7 @@ def load_images(job: "Job", hold_out: bool = True, expected: str = "") -> "Split
     from kinlens.training.config.settings import RenderedData
     from kinlens.training.data.feedback import sentences
     from kinlens.training.data.load import load_split, remarks
-    from kinlens.training.data.protocol import with_protocol
+    from kinlens.training.data.records import with_protocol
     from kinlens.training.models.from_bundle import bundle_of
 
     if not expected and (bundle := bundle_of(job.model.weights)):

@@ -27,7 +27,6 @@ from pydantic_core import CoreSchema, core_schema
 from kinlens.embedder.errors import JobError
 from kinlens.embedder.programs.faults import TABLES, fault_text
 from kinlens.training.config.layers import read_layers
-from kinlens.training.config.options import options_of
 from kinlens.training.config.settings import (
     Data,
     Input,
@@ -38,7 +37,7 @@ from kinlens.training.config.settings import (
     Sampling,
     Start,
 )
-from kinlens.training.fields import Count, Options, OwnRegularizer, Section
+from kinlens.training.fields import Count, Options, OwnRegularizer, Section, options_of
 from kinlens.training.own import absolute_path, is_own, own_part, own_paths
 
 

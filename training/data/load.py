@@ -1,23 +1,31 @@
-"""Load train and test images from the `data` table of a job, or from a folder."""
+"""Load train and test images from the `data` table of a job, or from a folder.
+
+Missing and damaged images are found before a training begins.
+"""
 
 import hashlib
 import os
+import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
 
 from kinlens.embedder.decoding.formats import SUFFIXES
-from kinlens.embedder.errors import DatasetError
+from kinlens.embedder.errors import DatasetError, ImageError, TrainingError
+from kinlens.embedder.machine import cache_folder
+from kinlens.embedder.preprocess import decode
 from kinlens.embedder.sources.names import composed, existing
 from kinlens.embedder.sources.tables import PRODUCT, class_in, paths_in
 from kinlens.embedder.sources.walk import Omitted, fault_lines, read_failed, walk_images
 from kinlens.rendered.catalogue import write_catalogue
 from kinlens.training.config.job import expand_path
 from kinlens.training.config.settings import CsvData, Data, FolderData, OfficialData, RenderedData
-from kinlens.training.data.damage import without_damaged
 from kinlens.training.data.datasets import OFFICIAL, data_sets_in, read_official
 from kinlens.training.data.feedback import read_feedback
 from kinlens.training.data.records import (
@@ -29,9 +37,12 @@ from kinlens.training.data.records import (
     read_rows,
     write_table,
 )
+from kinlens.training.folder import replacing
 
 TABLE = "images.csv"
 _SHOWN = 5
+_SMALLEST_PX = 32  # a JPEG is decoded whole, but at a reduced scale
+_DIGEST = 16  # bytes
 KINDS = (*OFFICIAL, "csv", "folder")
 
 _WHY = (
@@ -96,16 +107,14 @@ def remarks(data: Data, split: Split) -> list[str]:
     """What to know about a split before using it, one sentence each."""
     found = [*split.omitted.lines()]
     if faults := fault_lines(split.omitted.faults):
-        more = f" {len(faults) - _SHOWN:,} more: kinlens-train data doctor {data.root}"
         found.append(
             f"{len(faults):,} file(s) or folder(s) cannot be used and are skipped: "
-            f"{' '.join(faults[:_SHOWN])}{more if len(faults) > _SHOWN else ''}"
+            f"{_first_of(faults, ' ')}"
         )
     if split.damaged:
-        more = f" and {len(split.damaged) - _SHOWN:,} more" if len(split.damaged) > _SHOWN else ""
         found.append(
             f"{len(split.damaged):,} image(s) are missing or damaged, and skipped: "
-            f"{' '.join(split.damaged[:_SHOWN])}{more}"
+            f"{_first_of(split.damaged, ' ')}"
         )
     if isinstance(data, OfficialData) and data.allow_partial:
         name = OFFICIAL[data.kind].name
@@ -113,7 +122,7 @@ def remarks(data: Data, split: Split) -> list[str]:
     if split.dropped_classes:
         found.append(
             f"{len(split.dropped_classes):,} class(es) of one image are dropped: they have no "
-            f"pair: {_first_of(split.dropped_classes)}"
+            f"pair: {_first_of([*map(repr, split.dropped_classes)])}"
         )
     if split.without_gallery:
         found.append(
@@ -232,14 +241,15 @@ def without_small_classes(
     if small and policy == "refuse":
         raise DatasetError(
             f"{len(small)} of the {len(sizes)} classes in {root} have only one image "
-            f"({_first_of(small)}); a class needs at least 2 to have a pair. Add images, remove "
-            'these classes, or set data.small_classes = "drop".'
+            f"({_first_of([*map(repr, small)])}); a class needs at least 2 to have a pair. Add "
+            'images, remove these classes, or set data.small_classes = "drop".'
         )
     return [record for record in records if sizes[record.label] >= 2], small
 
 
-def _first_of(names: Sequence[str]) -> str:
-    return ", ".join(repr(name) for name in names[:5]) + (", ..." if len(names) > 5 else "")
+def _first_of(items: Sequence[str], separator: str = ", ") -> str:
+    more = len(items) - _SHOWN
+    return separator.join([*items[:_SHOWN], *([f"and {more:,} more"] if more > 0 else [])])
 
 
 def split_by_class(
@@ -324,3 +334,72 @@ def write_lists(
     for name, images in split.parts.items():
         write_table(out / f"{name}.csv", images)
     return split.parts
+
+
+def without_damaged(
+    root: Path, records: Sequence[Record], max_damaged: float
+) -> tuple[list[Record], tuple[str, ...]]:
+    """The records with a readable image, and a line for each other one, with the reason.
+
+    A readable image is not decoded again until its file changes.
+
+    Raises: DatasetError if more than the share `max_damaged` is missing or damaged.
+    """
+    readable = _Readable(root)
+    with warnings.catch_warnings(), ThreadPoolExecutor(os.cpu_count()) as pool:
+        warnings.simplefilter("ignore")  # Pillow warns about harmless oddities of files
+        reasons = [*pool.map(lambda record: readable.fault(root / record.path), records)]
+    readable.save()
+    damaged = tuple(
+        f"{record.path}: {reason}"
+        for record, reason in zip(records, reasons, strict=True)
+        if reason
+    )
+    if len(damaged) > max_damaged * len(records):
+        raise DatasetError(
+            f"{len(damaged):,} of the {len(records):,} images in {root} are missing or damaged, "
+            f"above the limit data.max_damaged = {max_damaged:g} of them: "
+            f"{_first_of(damaged, ' ')} Restore or remove them, or raise the limit. "
+            "`kinlens-train data doctor --all` lists all."
+        )
+    kept = [record for record, reason in zip(records, reasons, strict=True) if not reason]
+    return kept, damaged
+
+
+class _Readable:
+    """The files of a data set that were readable, by path, size and modification time."""
+
+    def __init__(self, root: Path) -> None:
+        name = hashlib.sha256(os.fsencode(root)).hexdigest()[:32]
+        self.path = cache_folder() / "readable" / name
+        self.decoder = version("pillow")
+        self.before: set[bytes] = set()
+        self.now: set[bytes] = set()
+        with suppress(OSError):
+            data = self.path.read_bytes()
+            self.before = {data[at : at + _DIGEST] for at in range(0, len(data), _DIGEST)}
+
+    def fault(self, path: Path) -> str:
+        """Why an image cannot be used; empty if it can."""
+        try:
+            status = path.stat()
+            state = f"{self.decoder} {path!a} {status.st_size} {status.st_mtime_ns}"
+            digest = hashlib.sha256(state.encode()).digest()[:_DIGEST]
+            if digest not in self.before:
+                decode(path.read_bytes(), min_side_px=_SMALLEST_PX)
+        except FileNotFoundError:
+            return "The file is missing."
+        except IsADirectoryError:
+            return "The folder has no images."
+        except OSError as error:
+            return f"The file cannot be read: {error.strerror}."
+        except ImageError as error:
+            return str(error)
+        self.now.add(digest)
+        return ""
+
+    def save(self) -> None:
+        """Add the readable files; without a cache folder they are decoded each time."""
+        if not self.now <= self.before:
+            with suppress(TrainingError), replacing(self.path) as file:
+                file.write(b"".join(self.before | self.now))

@@ -1,4 +1,11 @@
-"""Labelled images: the result of every data set loader."""
+"""Labelled images, the result of every data set loader, and the classes held out of a training.
+
+The test classes are unchanged; validation classes are taken from the train classes.
+
+References:
+    Psomas, Metric Learning: A Deep Dive (2020), part 5 "Our setup": 10-fold cross validation and
+    fixed validation with 90/10, 70/30, 80/20 and 95/5 of the classes.
+"""
 
 import csv
 import hashlib
@@ -17,6 +24,7 @@ from kinlens.embedder.errors import DatasetError
 from kinlens.embedder.seen import Seen
 from kinlens.embedder.sources.tables import check_separator, csv_rows
 from kinlens.embedder.sources.walk import Omitted
+from kinlens.training.config.settings import Protocol
 
 _SHA256 = re.compile("[0-9a-f]{64}")
 
@@ -57,22 +65,6 @@ class LabelledImages:
         if count >= len(self):
             return self
         rows = np.sort(np.random.default_rng(seed).permutation(len(self))[:count])
-        return replace(self, paths=tuple(self.paths[i] for i in rows), labels=self.labels[rows])
-
-    def some_pairs(self, count: int, seed: int = 0) -> "LabelledImages":
-        """At most `count` images, of random classes: two or more of each, as equally as possible.
-
-        Among random images of many small classes most would be alone, without an answer.
-        """
-        if count >= len(self):
-            return self
-        rng = np.random.default_rng(seed)
-        rows = rng.permutation(len(self))
-        rows = rows[np.argsort(self.labels[rows], kind="stable")]
-        place = np.arange(len(rows)) - np.searchsorted(self.labels[rows], self.labels[rows])
-        rows = rows[place < max(2, count // self.classes)]
-        turn = rng.permutation(self.classes)[self.labels[rows]]
-        rows = np.sort(rows[np.argsort(turn, kind="stable")][:count])
         return replace(self, paths=tuple(self.paths[i] for i in rows), labels=self.labels[rows])
 
     def copies(self) -> int:
@@ -307,3 +299,58 @@ def write_table(path: Path, images: LabelledImages) -> None:
         writer.writerow(("key", "path", "class"))
         for image, label in zip(images.paths, images.labels, strict=True):
             writer.writerow((image, image, images.class_names[label]))
+
+
+def with_protocol(split: Split, protocol: Protocol) -> Split:
+    """`split` with the validation classes of the job. Raises: DatasetError."""
+    if protocol.folds is not None and protocol.fold is not None:
+        return folds(split, protocol.folds, protocol.validation_seed)[protocol.fold]
+    if protocol.validation_fraction == 0:
+        return split
+    return hold_out(split, protocol.validation_fraction, protocol.validation_seed)
+
+
+def hold_out(split: Split, fraction: float, seed: int = 0) -> Split:
+    """Move a random `fraction` of the train classes, rounded but at least 2, to validation.
+
+    Raises: DatasetError if fewer than 2 would be left to train on.
+    """
+    classes = split.train.classes
+    count = max(round(classes * fraction), FEWEST)
+    if classes - count < FEWEST:
+        raise DatasetError(
+            f"{split.train.root} has {classes} train classes; holding out {count} leaves "
+            f"{classes - count} to train on, at least {FEWEST} are needed. Add classes, or hold "
+            'out none: protocol.validation_fraction = 0 with choose_by = "last".'
+        )
+    order = np.random.default_rng(seed).permutation(classes)
+    return _validating(split, order[:count])
+
+
+def folds(split: Split, count: int = 10, seed: int = 0) -> list[Split]:
+    """Cross validation: each train class validates in one fold, at random. Raises: DatasetError."""
+    classes = split.train.classes
+    if classes < FEWEST * count:
+        raise DatasetError(
+            f"{split.train.root} has {classes} train classes; {count} folds need at least "
+            f"{FEWEST * count}, {FEWEST} to validate each. Use at most {classes // FEWEST} folds."
+        )
+    order = np.random.default_rng(seed).permutation(classes)
+    return [_validating(split, held_out) for held_out in np.array_split(order, count)]
+
+
+def without_test(split: Split) -> Split:
+    """`split` without its test images, so that nothing downstream can use them."""
+    return replace(split, test=split.test.of_classes(np.array([], dtype=np.int64)), gallery=None)
+
+
+def _validating(split: Split, held_out: NDArray[np.int64]) -> Split:
+    sizes = np.bincount(split.train.labels, minlength=split.train.classes)
+    if sizes[held_out].max() < 2:
+        raise DatasetError(
+            f"None of the {len(held_out)} validation classes of {split.train.root} has 2 images: "
+            "recall is not defined on them. Hold out more classes, use fewer folds or another seed."
+        )
+    kept = np.setdiff1d(np.arange(split.train.classes), held_out)
+    train, validation = split.train.of_classes(kept), split.train.of_classes(np.sort(held_out))
+    return replace(split, train=train, validation=validation)

@@ -25,9 +25,8 @@ from kinlens.training.distributed import (
     rank,
     world,
 )
-from kinlens.training.evaluation.clustering import clustering
 from kinlens.training.evaluation.retrieval import Labels, Vectors, gain, retrieval
-from kinlens.training.evaluation.structure import require_distinct, structure
+from kinlens.training.evaluation.structure import clustering, require_distinct, structure
 from kinlens.training.models.embedding import EmbeddingNet, evaluating, torch_embed
 from kinlens.training.regularizers.determinant import local_lipschitz
 

@@ -168,9 +168,7 @@ def with_interval(recall: float, queries: int) -> str:
     return f"{recall:.1f} ({100 * low:.1f} to {100 * high:.1f})"
 
 
-def gain(
-    before: Tensor | None, after: Tensor, labels: Labels, comparisons: int = 1
-) -> dict[str, float]:
+def gain(before: Tensor | None, after: Tensor, labels: Labels) -> dict[str, float]:
     r"""`GAIN`: 95 % interval of the change in R@1 between two models on the same queries.
 
     Queries of one class are alike, so classes count as independent and queries do not. With
@@ -180,8 +178,7 @@ def gain(
         s^2 = \frac{G}{G - 1} \frac{\sum_g (d_g - \hat d n_g)^2}{(\sum_g n_g)^2}
 
     and the interval is :math:`\hat d \pm t_{G - 1} s`. The result is {} for a single class, and
-    without `before`. Ranks are those of `Retrieval`. The intervals of several `comparisons` hold
-    together with 95 % (Bonferroni).
+    without `before`. Ranks are those of `Retrieval`.
 
     References:
         Cameron and Miller, A Practitioner's Guide to Cluster-Robust Inference (2015)
@@ -195,7 +192,7 @@ def gain(
         return {}
     from scipy import special  # here, since its import takes a second
 
-    half = float(special.stdtrit(classes - 1, 1 - 0.025 / comparisons)) * error
+    half = float(special.stdtrit(classes - 1, 0.975)) * error
     return dict(zip(GAIN, (100 * (mean - half), 100 * (mean + half)), strict=True))
 
 

@@ -7,8 +7,7 @@ from typing import Any
 import pandas as pd
 
 from kinlens.training.config.job import Job, parse_job
-from kinlens.training.data.protocol import folds
-from kinlens.training.data.records import Split
+from kinlens.training.data.records import Split, folds
 from kinlens.training.folder import Result, finished_result, replace_text, stamp
 from kinlens.training.report.notices import CHOSEN_BY
 from kinlens.training.report.tables import table

@@ -26,8 +26,7 @@ import numpy as np
 from kinlens.embedder.errors import JobError, TrainingError
 from kinlens.training.config.job import Job, job_toml, parse_job
 from kinlens.training.config.layers import read_file
-from kinlens.training.data.protocol import hold_out, without_test
-from kinlens.training.data.records import Split
+from kinlens.training.data.records import Split, hold_out, without_test
 from kinlens.training.folder import replace_json, replace_text, stamp
 from kinlens.training.report.tables import plain, table
 from kinlens.training.runner import run_job

@@ -8,8 +8,7 @@ from PIL import Image
 
 from kinlens.training.config.job import load_job
 from kinlens.training.config.settings import Input
-from kinlens.training.data.augment import photographed
-from kinlens.training.data.images import random_view
+from kinlens.training.data.images import photographed, random_view
 from tests.tiny import encoded, photo
 
 SETTINGS: list[dict[str, Any]] = [

@@ -11,8 +11,7 @@ from kinlens.training.config.settings import FolderData
 from kinlens.training.data.doctor import examine
 from kinlens.training.data.feedback import sentences
 from kinlens.training.data.load import load_split
-from kinlens.training.data.protocol import hold_out
-from kinlens.training.data.records import Split
+from kinlens.training.data.records import Split, hold_out
 from tests.tiny import encoded, photo
 from tests.training.jobs import called
 

@@ -3,14 +3,13 @@
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from kinlens.embedder.errors import DatasetError
 from kinlens.embedder.preprocess import decode
 from kinlens.training.config.settings import CsvData, FolderData, RenderedData
 from kinlens.training.data.load import load_split, read_folder, read_table, remarks, split_by_class
-from kinlens.training.data.records import LabelledImages, Record
+from kinlens.training.data.records import Record
 from tests.tiny import encoded, photo
 
 
@@ -142,7 +141,7 @@ def test_a_readable_image_is_decoded_once(shop: Path, monkeypatch: pytest.Monkey
         decoded.append(len(data))
         return decode(data, **options)
 
-    monkeypatch.setattr("kinlens.training.data.damage.decode", counted)
+    monkeypatch.setattr("kinlens.training.data.load.decode", counted)
     data = FolderData(kind="folder", root=str(shop), max_damaged=0.2)
     whole = load_split(data).sha256()
     assert len(decoded) == 12
@@ -249,15 +248,3 @@ def test_a_wrong_csv_line_is_named(
 ) -> None:
     with pytest.raises(DatasetError, match=message):
         load_split(table(text))
-
-
-def test_some_of_many_small_classes_are_pairs() -> None:
-    def some(sizes: list[int], count: int) -> np.ndarray:
-        labels = np.repeat(np.arange(len(sizes)), sizes)
-        paths, names = (tuple(map(str, range(n))) for n in (len(labels), len(sizes)))
-        return np.bincount(LabelledImages(Path(), paths, labels, names).some_pairs(count).labels)
-
-    assert set(some([2] * 3000, 200)) == {0, 2}
-    assert some([2] * 3000, 200).sum() == 200
-    assert some([500, 3, 3], 60).tolist() == [20, 3, 3]
-    assert some([3, 3], 60).tolist() == [3, 3]

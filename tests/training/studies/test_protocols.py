@@ -6,8 +6,7 @@ import pytest
 from kinlens.embedder.errors import DatasetError, JobError
 from kinlens.training.config.job import Job
 from kinlens.training.config.settings import Protocol
-from kinlens.training.data.protocol import folds, hold_out, with_protocol
-from kinlens.training.data.records import Split
+from kinlens.training.data.records import Split, folds, hold_out, with_protocol
 from kinlens.training.studies.crossval import cross_validate, scores
 from tests.training.jobs import Silent
 from tests.training.studies.runs import SHOP, FakeRunner, some_job, some_split

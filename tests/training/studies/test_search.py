@@ -9,8 +9,7 @@ import pytest
 from kinlens.embedder.errors import JobError
 from kinlens.training.config.job import Job, load_job
 from kinlens.training.config.layers import JOBS
-from kinlens.training.data.protocol import hold_out
-from kinlens.training.data.records import Split
+from kinlens.training.data.records import Split, hold_out
 from kinlens.training.studies.search import (
     Plan,
     Trial,

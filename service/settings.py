@@ -190,6 +190,8 @@ class Settings(BaseSettings):
     max_images: ClassVar[int] = 32  # in one query
     max_crops: ClassVar[int] = 16  # in one image
     max_batch_queries: ClassVar[int] = 64
+    max_batch_bytes: ClassVar[int] = 64 * 2**20  # of a request with several images
+    max_held_bytes: ClassVar[int] = 256 * 2**20  # of all request bodies in memory
     max_items_per_request: ClassVar[int] = 256
     max_views: ClassVar[int] = 256  # images and crops over all queries of a request
     max_megapixels: ClassVar[float] = 64.0  # of an image, read from its header
@@ -197,12 +199,15 @@ class Settings(BaseSettings):
     queue_size: ClassVar[int] = 64  # of each stage; reads of items and images have 16 times that
     decode_memory_mb: ClassVar[int] = 1_024  # address space of a worker, in addition to the model
     decode_timeout_ms: ClassVar[int] = 5_000  # of each image
+    body_timeout_ms: ClassVar[int] = 30_000  # until the body of a request must be complete
     reload_interval_ms: ClassVar[int] = 1_000
     ready_timeout_ms: ClassVar[int] = 5_000  # of each readiness check
     pictures_timeout_ms: ClassVar[int] = 5_000  # of an uploaded image of a gallery on Milvus
     recall_sample: ClassVar[int] = 1_000  # 1 of this many index searches is repeated exactly
     feedback_max_rows: ClassVar[int] = 100_000
     cache_max_entries: ClassVar[int] = 10_000
+    redis_timeout_ms: ClassVar[int] = 50  # of one request, for rates and caches together
+    milvus_timeout_ms: ClassVar[int] = 5_000  # of each request to Milvus
 
     bundle: Path | None = None
     """Folder of the model bundle."""
@@ -308,17 +313,11 @@ class Settings(BaseSettings):
 
     max_upload_bytes: int = Field(default=20 * 2**20, ge=1)
     """Bytes of an image; a request may be 64 KiB larger."""
-    max_batch_bytes: int = Field(default=64 * 2**20, ge=1)
-    """Bytes of a request with several images."""
-    max_held_bytes: int = Field(default=256 * 2**20, ge=1)
-    """Bytes of all request bodies in memory; a body that would exceed it gets 503."""
 
     request_timeout_ms: int = Field(default=10_000, ge=1)
     """Limit of a search after its body is read; parsing a body and reading an image have this limit
     too, each on its own.
     """
-    body_timeout_ms: int = Field(default=30_000, ge=1)
-    """Time until the body of a request must be complete."""
     shutdown_timeout_s: int = Field(default=5, ge=1)
     """Grace period for running requests at shutdown."""
     drain_s: float = Field(default=0, ge=0, le=3600, allow_inf_nan=False)
@@ -349,26 +348,11 @@ class Settings(BaseSettings):
     """Bytes of the in-process cache; 0 turns it off."""
     redis_url: Annotated[RedisUrl | None, _EmptyIsNone] = None
     """Second cache level and shared rates: `redis://HOST:PORT/0`, `rediss://` or `unix://`."""
-    redis_timeout_ms: int = Field(default=50, ge=1)
-    """Total time that one request waits for Redis, for rates and caches together."""
 
     milvus_token: SecretStr | None = None
     """Token of the Milvus servers: `USER:PASSWORD` or an API key."""
-    milvus_timeout_ms: int = Field(default=5_000, ge=1)
-    """Limit of a request to Milvus; then the answer is 503 with `Retry-After`."""
     milvus_consistency: Consistency = "Strong"
     """When a search sees a change."""
-
-    @model_validator(mode="after")
-    def _largest_body_fits(self) -> Self:
-        largest = self.largest_body()
-        if self.max_held_bytes < largest:
-            raise ValueError(
-                f"max_held_bytes = {self.max_held_bytes:,} is below the {largest:,} bytes of the "
-                "largest body, which would always be refused; raise KINLENS_MAX_HELD_BYTES, or "
-                "lower KINLENS_MAX_UPLOAD_BYTES and KINLENS_MAX_BATCH_BYTES"
-            )
-        return self
 
     @model_validator(mode="after")
     def _changes_are_not_open_to_the_network(self) -> Self:
@@ -404,6 +388,10 @@ class Settings(BaseSettings):
     def largest_body(self) -> int:
         """The largest limit of the body of any route in bytes."""
         return max(self.max_upload_bytes, self.max_batch_bytes) + FORM_BYTES
+
+    def held_bytes(self) -> int:
+        """The limit of all request bodies in memory; at least two of the largest fit."""
+        return max(self.max_held_bytes, 2 * self.largest_body())
 
     def copies_in(self) -> Path | None:
         """The folder for copies of followed galleries; None without one."""

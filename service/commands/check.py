@@ -32,6 +32,7 @@ from kinlens.service.runtime import missing_image_roots
 from kinlens.service.settings import ANY_HOST, Settings
 
 P = ParamSpec("P")
+_REDIS_S = 1.0
 _COLOURS = {"ok": "green", "warning": "yellow", "fault": "red"}
 
 
@@ -182,8 +183,7 @@ def _keys(state: Path | None) -> str:
 def _redis(settings: Settings) -> str:
     if settings.redis_url is None:
         return "not used"
-    timeout_s = max(1.0, settings.redis_timeout_ms / 1e3)
-    redis = SharedRedis(settings.redis_url.get_secret_value(), timeout_s)
+    redis = SharedRedis(settings.redis_url.get_secret_value(), _REDIS_S)
     if fault := asyncio.run(redis.find_fault()):
         raise UserWarning(fault)
     return "answers"

@@ -129,7 +129,7 @@ def unknown_variables() -> list[str]:
         if name in _REMOVED:
             cure = _REMOVED[name]
         elif name.lower() in Settings.__class_vars__:
-            cure = f"Its value is always {getattr(Settings, name.lower()):,g}. "
+            cure = f"Its value is always {getattr(Settings, name.lower()):,}. "
         else:
             cure = f"Did you mean {PREFIX}{near[0]}? " if near else ""
         warnings.append(

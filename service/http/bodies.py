@@ -64,7 +64,7 @@ _MAX_FAULTS = 20
 def _limit_of(settings: Settings, kind: BodyKind, *, is_json: bool) -> int:
     """The limit in bytes of a body; a search with JSON can contain several images."""
     if kind == "batch" or (kind == "image" and is_json):
-        return settings.max_batch_bytes + FORM_BYTES
+        return settings.largest_body()
     image_bytes = settings.max_upload_bytes + FORM_BYTES
     if kind == "image" or (kind == "form_image" and not is_json):
         return image_bytes
@@ -77,6 +77,7 @@ class _Held:
     others with a large Content-Length.
     """
 
+    limit: int
     count: int = 0
 
 
@@ -90,7 +91,7 @@ class BodyLimit:
     def __init__(self, app: ASGIApp, *, settings: Settings) -> None:
         self.app = app
         self._settings = settings
-        self._held = _Held()
+        self._held = _Held(settings.held_bytes())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or not _has_body(scope):
@@ -202,15 +203,14 @@ class _Body:
             self._refuse_size(f"{int(claimed):,} bytes")
 
     def _count(self, size: int) -> None:
-        limit = self._settings.max_held_bytes
         if self._bytes + size > self._max_bytes:
             after = " after decompression" if self._coding else ""
             self._refuse_size(f"more than {self._max_bytes:,} bytes{after}")
-        if self._held.count + size > limit:
+        if self._held.count + size > self._held.limit:
             raise RefusedError(
                 problems.OVERLOADED,
-                f"The bodies of all requests use more than {limit:,} bytes, which is the limit. "
-                "Try again in a second, or raise KINLENS_MAX_HELD_BYTES.",
+                f"The bodies of all requests use more than {self._held.limit:,} bytes, which is "
+                "the limit. Try again in a second.",
             )
         self._bytes += size
         self._held.count += size

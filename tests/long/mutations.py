@@ -39,8 +39,8 @@ MUTATIONS = {
     ),
     "redis": Mutation(
         "service/settings.py",
-        "redis_timeout_ms: int = Field(default=50,",
-        "redis_timeout_ms: int = Field(default=500,",
+        "redis_timeout_ms: ClassVar[int] = 50 ",
+        "redis_timeout_ms: ClassVar[int] = 500 ",
         ("tests/http/load/test_redis.py", "-k", "default"),
     ),
     "fsync": Mutation(

@@ -6,6 +6,7 @@ import signal
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -88,7 +89,7 @@ def pytest_collection_finish() -> None:
 def make_tiny_bundle(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Bundle]:
     """A function that writes a new tiny bundle; another `seed` is another model."""
 
-    def make(seed: int = 0, seen: Seen | None = None) -> Bundle:
+    def make(seed: int = 0, seen: Seen | None = None, **more: Any) -> Bundle:
         folder = tmp_path_factory.mktemp("bundle")
         write_tiny_onnx(folder / "source.onnx", seed)
         images = [encoded(photo(n)) for n in range(3)]
@@ -101,6 +102,7 @@ def make_tiny_bundle(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., 
             model_sha256="",
             golden=GoldenHashes(files={}),
             backbone="tiny",
+            **more,
         )
         vectors = tiny_embed(inputs, seed)
         model = folder / "source.onnx"

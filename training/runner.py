@@ -105,9 +105,13 @@ def seen_in(folder: Path) -> Seen | None:
 def _model(job: Job, chosen: Checkpoint, is_start: bool) -> str:
     if chosen.trunk_alone:
         return "the trunk itself"
-    if is_start:
-        return "a whitened trunk" if chosen.began_with == UNTRAINED else chosen.began_with
-    return "a trained head" if job.model.frozen_trunk else "a trained network"
+    if not is_start:
+        return "a trained head" if job.model.frozen_trunk else "a trained network"
+    if chosen.began_with != UNTRAINED:
+        return chosen.began_with
+    if job.start.projection != "random":
+        return "a whitened trunk"
+    return "the trunk itself" if job.model.dim is None else "the trunk with a random head"
 
 
 def require_fresh_or_resumable(folder: Path, resume: bool) -> None:

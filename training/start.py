@@ -9,6 +9,7 @@ from torch.nn import functional
 from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.seen import Seen
 from kinlens.training.config.job import Job
+from kinlens.training.data.features import Computed
 from kinlens.training.data.records import LabelledImages, Split
 from kinlens.training.evaluation.evaluate import pooled
 from kinlens.training.evaluation.retrieval import mean_by_class, retrieval
@@ -38,13 +39,13 @@ _RIDGE = 3.0  # in mean variances within a class; 1 to 10 are alike on shops of 
 _FLOOR = 0.1  # of the mean variance: lower bound for directions that few images show
 
 
-def start_from_trunk(run: Run, images: LabelledImages) -> None:
+def start_from_trunk(run: Run, images: LabelledImages, computed: Computed | None = None) -> None:
     """Set projection and proxies of a fresh run; a projection of a bundle is unchanged."""
     settings = run.job.start
     if settings.projection == "random" and settings.proxies == "random":
         return
     chosen = images.some(settings.images, run.job.seed)
-    start_from_features(run, pooled(run.net, chosen, run.job), chosen.labels)
+    start_from_features(run, pooled(run.net, chosen, run.job, computed), chosen.labels)
 
 
 def start_from_features(run: Run, features: Tensor, labels: NDArray[np.int64]) -> None:

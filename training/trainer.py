@@ -109,7 +109,7 @@ def _loader(
     if job.model.frozen_trunk:
         with main_first():
             features = pooled_views(
-                run.net, images, job.input, runtime, job.model.views, on_batch=listener.computed
+                run.net, images, job.input, runtime, job.model.views, computed=listener.computed
             )
         views = CachedFeatures(features, images.labels, job.seed)
         runtime = runtime.model_copy(update={"workers": 0})
@@ -147,7 +147,8 @@ class _Training:
         images = {} if split.validation is None else {VALIDATION: [split.validation]}
         if job.protocol.evaluate_test != "never":
             images[""] = split.tested
-        features = {p: [pooled(run.net, x, job) for x in images[p]] for p in images}
+        computed = self.listener.computed
+        features = {p: [pooled(run.net, x, job, computed) for x in images[p]] for p in images}
 
         def embedded(x: Tensor) -> Tensor:
             return run.net.embed(run.net.project(x))
@@ -168,7 +169,7 @@ class _Training:
         trained = continues_model(job)
         run.began_with = "the model that it continued" if trained else UNTRAINED
         run.trunk, run.trunk_ranks = measured(embedded if trained else functional.normalize)
-        start_from_trunk(run, self.split.to_learn())
+        start_from_trunk(run, self.split.to_learn(), computed)
         if run.average is not None:
             run.average = Average(run.net, run.average.decay)
         run.start = run.trunk if run.trunk_alone else measured(embedded)[0]

@@ -4,6 +4,7 @@ Clients never send paths.
 """
 
 import contextlib
+import json
 import re
 import shlex
 import shutil
@@ -17,6 +18,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, field_validator
 
+from kinlens.embedder.bundle import MANIFEST
 from kinlens.embedder.engines.models import SessionSettings
 from kinlens.embedder.errors import (
     GalleryConflictError,
@@ -330,9 +332,14 @@ def training_jobs() -> dict[str, Path]:
 
 def data_kind(job: str) -> str:
     """The kind of data of a shipped training job, from its file or the file of its base."""
+    return str(_table_of(job, "data")["kind"])
+
+
+def _table_of(job: str, name: str) -> dict[str, Any]:
+    """A table of a shipped training job, from its file over those of its bases."""
     content = tomllib.loads(training_jobs()[job].read_text(encoding="utf-8"))
-    kind: str = content["data"]["kind"] if "data" in content else data_kind(content["base"])
-    return kind
+    below = _table_of(content["base"], name) if "base" in content else {}
+    return {**below, **content.get(name, {})}
 
 
 def _location_of(name: str, settings: Settings) -> GalleryLocation:
@@ -402,9 +409,23 @@ def _training(params: TrainParams, location: GalleryLocation, settings: Settings
     _check_known("model.weights", weights, words, cure.format("WEIGHTS", "PATH"))
     if weights == "current":
         found["weights"] = _own_bundle(location, settings)
+        is_trained = json.loads((found["weights"] / MANIFEST).read_bytes()).get("job")
+        if is_trained and not _trains(params):
+            raise InvalidParameterError(
+                "model.weights = 'current' would change nothing: the gallery's model is trained, "
+                f"and {params.job} trains no model further. Set protocol.alpha to 0.25, or choose "
+                "the job shop."
+            )
     elif weights in named:
         found["weights"] = named[weights]
     return found
+
+
+def _trains(params: TrainParams) -> bool:
+    """Whether the job trains after its start, by its file and the overrides; see `Protocol`."""
+    changes = {name.removeprefix("protocol."): x for name, x in params.overrides.items()}
+    protocol = _table_of(params.job, "protocol") | changes
+    return protocol.get("choose_by") != "alpha" or protocol.get("alpha") != 0
 
 
 def _named(entries: tuple[str, ...]) -> dict[str, Path]:

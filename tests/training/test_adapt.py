@@ -223,6 +223,19 @@ def test_without_a_proof_the_model_is_the_trunk_itself(
     assert bundle.manifest.dim == (16 if helps else new_network(job).channels)
 
 
+@pytest.mark.parametrize(
+    ("dim", "named"), [(16, "the trunk with a random head"), (None, "the trunk itself")]
+)
+def test_a_head_that_nothing_has_set_is_no_whitening(
+    tmp_path: Path, weights: Path, dim: int | None, named: str
+) -> None:
+    start = {"projection": "random", "proxies": "random"}
+    protocol, model = {"alpha": 0.0}, {"dim": dim, "frozen_trunk": dim is not None}
+    job = head_job(tmp_path / "products", weights, start=start, protocol=protocol, model=model)
+    ran(job, tmp_path / "run")
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["model"] == named
+
+
 def adapt_command(shop: Path, out: Path, run: Path, weights: Path) -> list[str]:
     command = ["adapt", "--data", str(shop), "--out", str(out), "--run", str(run), "--map"]
     command += ["--backbone", "timm:test_resnet", "--weights", str(weights)]
@@ -277,7 +290,9 @@ def test_one_command_makes_a_bundle_and_goes_on_where_it_was_stopped(
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.output
     lines = done.output.splitlines()
-    assert not re.search("fold|trunk|alpha|R@1|loss", done.output), "the words of a laboratory"
+    assert not re.search("fold|trunk|alpha|R@1|loss|epoch", done.output), (
+        "the words of a laboratory"
+    )
     assert f"Next: kinlens-index build '{shop}' --bundle {out} --out galleries/my-shop" in lines
     assert sum(" photos of 10 products" in line for line in lines) == 1
     line = f"1 image(s) are missing or damaged, and skipped: {damaged.relative_to(shop)}: "

@@ -18,12 +18,12 @@ from kinlens.training.commands.jobs import (
     Overrides,
     Verbose,
     load_images,
-    names_of,
     note_untrained,
     shop_of,
     stoppable,
     summary,
 )
+from kinlens.training.config.layers import names_of
 from kinlens.training.report.log import console_listener, note
 
 if TYPE_CHECKING:

@@ -6,14 +6,14 @@ each help text and each typing error.
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kinlens.embedder.errors import CheckpointError, JobError
-from kinlens.training.config.layers import known_jobs, read_layers, read_top
+from kinlens.training.config.layers import known_jobs, names_of, read_layers, read_top
 from kinlens.training.report.log import note, progress_bar
 
 if TYPE_CHECKING:
@@ -47,24 +47,15 @@ def settings_of(overrides: Sequence[str] | None, allow_partial: bool) -> list[st
     return [*(overrides or ()), *(["data.allow_partial=true"] if allow_partial else [])]
 
 
-def names_of(overrides: Sequence[str]) -> set[str]:
-    """The dotted names of the settings that `--set` changes."""
-    return {override.partition("=")[0].strip() for override in overrides}
-
-
 def job_of(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> "Job":
     """The job of a user, with absolute paths. Raises: JobError, also on dead settings."""
     read_layers(source)  # refuses a wrong name before the slow imports
-    from kinlens.training.config.dead import idle, require_effect, written
+    from kinlens.training.config.dead import changed, require_effect, written
     from kinlens.training.config.job import load_job, with_absolute_paths
 
-    job, given = load_job(source, overrides), names_of(overrides)
-    of_file = written(read_top(source))
-    note_untrained(job, job.name, of_file | given)
-    with suppress(JobError):  # a file may need its overrides
-        # An override may idle settings of the file, such as the rate of a part that it turns off.
-        of_file &= idle(load_job(source) if overrides else job).keys()
-    require_effect(job, of_file | given)
+    job = load_job(source, overrides)
+    note_untrained(job, job.name, written(read_top(source)) | names_of(overrides))
+    require_effect([job], changed(source, overrides, read_top(source)))
     return with_absolute_paths(job)
 
 

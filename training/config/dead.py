@@ -1,10 +1,13 @@
 """Settings without an effect in their job, which are refused as unknown keys are."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from kinlens.embedder.errors import JobError
-from kinlens.training.config.job import Job
+from kinlens.training.config.job import Job, load_job
+from kinlens.training.config.layers import names_of
 from kinlens.training.config.settings import BACKBONE_NAMES
 from kinlens.training.own import is_own
 
@@ -12,14 +15,32 @@ _OF_STEPS = ("loss", "regularizers", "sampling", "optimizer", "model.hidden")
 _TABLES = {"model", "start", "input", "sampling", "optimizer", "protocol", "runtime"}
 
 
-def require_effect(job: Job, given: Collection[str]) -> None:
-    """Refuse the settings among `given`, dotted names, that a user changed in vain.
+def require_effect(jobs: Sequence[Job], given: Collection[str]) -> None:
+    """Refuse the settings among `given`, dotted names, that a user changed in vain in all `jobs`.
 
     Raises: JobError naming what the first of them needs.
     """
+    job, *others = jobs
     for name, cure in idle(job).items():
-        if name in given and not _is_default(job, name):
+        if name not in given or _is_default(job, name):
+            continue
+        if all(name in idle(other) for other in others):
             raise JobError(f"{name} = {_value(job, name)!r} has no effect here: {cure}.")
+
+
+def changed(
+    source: str | Path | Mapping[str, Any], overrides: Sequence[str], top: Mapping[str, Any]
+) -> set[str]:
+    """The dotted names of the settings that a user changed, for `require_effect`.
+
+    They are those of `--set`, and those of `top`, the tables that the user wrote, that have no
+    effect in `source` itself: what is laid over it may idle others, such as the rate of a part that
+    it turns off.
+    """
+    of_file = written(top)
+    with suppress(JobError):  # a file may need its overrides
+        of_file &= idle(load_job(source)).keys()
+    return of_file | names_of(overrides)
 
 
 def written(content: Mapping[str, Any], prefix: str = "") -> set[str]:

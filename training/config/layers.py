@@ -6,7 +6,7 @@ The jobs that ship with Kinlens are in `training/jobs/`. In addition to its file
 
 import copy
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from itertools import product
 from pathlib import Path
@@ -52,6 +52,11 @@ def read_top(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
     path = _file(source)
     is_shipped = path is None or path.parent == JOBS
     return {} if is_shipped or path is None else tomllib.loads(path.read_text("utf-8-sig"))
+
+
+def names_of(overrides: Sequence[str]) -> set[str]:
+    """The dotted names of the settings that `--set` changes."""
+    return {override.partition("=")[0].strip() for override in overrides}
 
 
 def job_names() -> list[str]:

@@ -28,6 +28,8 @@ from kinlens.training.models.embedding import EmbeddingNet, evaluating
 from kinlens.training.own import source_sha256
 
 Vectors = NDArray[np.float32]
+Computed = Callable[[int, int], None]
+"""Called with the number of available features and the total."""
 
 _BATCH = 64
 _LARGEST = 2 * 10**9  # bytes of the file: 400,000 views of MobileNetV2
@@ -116,12 +118,12 @@ def pooled_views(
     runtime: Runtime,
     views: int = 1,
     store: FeatureStore | None = None,
-    on_batch: Callable[[int, int], None] | None = None,
+    computed: Computed | None = None,
 ) -> Tensor:
     """The pooled features (N, V, C) of `views` views of each image, on the CPU.
 
     View 0 is the image as the service preprocesses it, the others are random training views, seeded
-    by the content of the image. `on_batch` gets the number of available features and the total.
+    by the content of the image.
 
     Raises: DatasetError naming an image that cannot be read.
     """
@@ -149,8 +151,8 @@ def pooled_views(
                 made = [keys[index] for index in indices]
                 store.put(made, vectors)
                 found |= zip(made, vectors, strict=True)
-                if on_batch is not None:
-                    on_batch(len(found), len(wanted))
+                if computed is not None:
+                    computed(len(found), len(wanted))
     rows = np.stack([found[keys[index]] for index in wanted])
     return torch.from_numpy(rows.reshape(len(images), views, -1))
 

@@ -13,7 +13,7 @@ from kinlens.embedder.manifest import Preprocessing
 from kinlens.embedder.types import Embed, Embeddings
 from kinlens.training.config.job import Job
 from kinlens.training.config.settings import Runtime
-from kinlens.training.data.features import pooled_views
+from kinlens.training.data.features import Computed, pooled_views
 from kinlens.training.data.images import EvaluationImages, batches, build_loader
 from kinlens.training.data.records import LabelledImages, labels_in
 from kinlens.training.device import choose_device
@@ -116,11 +116,13 @@ def through_head(net: EmbeddingNet, features: Tensor) -> NDArray[np.float32]:
     return torch_embed(net, features.numpy(), lambda x: net.embed(net.project(x)))
 
 
-def pooled(net: EmbeddingNet, images: LabelledImages, job: Job) -> Tensor:
+def pooled(
+    net: EmbeddingNet, images: LabelledImages, job: Job, computed: Computed | None = None
+) -> Tensor:
     """Pooled trunk features (N, C), float32 on the CPU; those of a frozen trunk are cached."""
     if net.frozen_trunk:
         with main_first():
-            return pooled_views(net, images, job.input, job.runtime)[:, 0]
+            return pooled_views(net, images, job.input, job.runtime, computed=computed)[:, 0]
     return torch.from_numpy(_computed(net, net.pooled, images, job))
 
 

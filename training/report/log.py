@@ -103,7 +103,7 @@ class ConsoleListener:
     ) -> None:
         self._verbose, self._brief = verbose, brief
         self._progress = progress
-        self._task = progress.add_task("epoch", total=None, loss="")
+        self._task = progress.add_task("epoch", total=None, loss="", visible=False)
         self._clock = clock
         self._epochs = 0
         self._began: tuple[int, float] | None = None
@@ -118,7 +118,9 @@ class ConsoleListener:
             note(sentence)
 
     def computed(self, done: int, total: int) -> None:
-        self._progress.update(self._task, total=total, completed=done, description="look at images")
+        self._progress.update(
+            self._task, total=total, completed=done, description="look at images", visible=True
+        )
         if console.is_terminal:
             return
         now = self._clock()
@@ -138,6 +140,7 @@ class ConsoleListener:
             total=epochs * steps,
             completed=epoch * steps,
             description=f"epoch {epoch + 1} of {epochs}",
+            visible=True,
         )
 
     def step_done(self, parts: dict[str, float]) -> None:

@@ -8,6 +8,7 @@ References:
     each loss in each of 12 experiments, their sum, average and standard deviation.
 """
 
+import copy
 import itertools
 import re
 import signal
@@ -31,6 +32,7 @@ from pydantic import (
 
 from kinlens.embedder.errors import JobError
 from kinlens.environment import child_environment
+from kinlens.training.config.dead import changed, require_effect, written
 from kinlens.training.config.job import (
     Job,
     apply_override,
@@ -40,7 +42,7 @@ from kinlens.training.config.job import (
     parse_job,
     with_absolute_paths,
 )
-from kinlens.training.config.layers import lay_over, read_file
+from kinlens.training.config.layers import lay_over, read_file, read_top
 from kinlens.training.config.settings import CHOOSE_BY_TEST
 from kinlens.training.folder import Result, exclusive, finished_result, is_begun, replace_text
 from kinlens.training.report.notices import CHOSEN_BY
@@ -168,7 +170,26 @@ def _runs(
         values = dict(zip(lists, combination, strict=True))
         names = {axis: _name(value) for axis, value in values.items()}
         found.append(Run(**names, job=_job(base, values)))
+    _require_effect(found, source, path, overrides)
     return found
+
+
+def _require_effect(
+    runs: Sequence[Run], source: str | dict[str, Any], path: Path, overrides: Sequence[str]
+) -> None:
+    """Refuse what a user set in vain for all runs, or for all of an entry. Raises: JobError."""
+    top = read_top(path)
+    base = source if isinstance(source, dict) else _beside(path, source)
+    of_base = top.get("job", {}) if isinstance(source, dict) else read_top(base)
+    require_effect([run.job for run in runs], changed(base, overrides, of_base))
+    for axis, key in (
+        ("loss", "losses"),
+        ("regularizer", "regularizers"),
+        ("backbone", "backbones"),
+    ):
+        for entry in (entry for entry in top.get(key, ()) if isinstance(entry, dict)):
+            jobs = [run.job for run in runs if getattr(run, axis) == entry["name"]]
+            require_effect(jobs, written(entry))
 
 
 def _name(value: Any) -> Any:
@@ -188,11 +209,17 @@ def _read(path: Path) -> _Grid:
 
 def _base(source: str | dict[str, Any], grid: Path, overrides: Sequence[str]) -> Job:
     if isinstance(source, dict):
+        content = copy.deepcopy(source)
         for override in overrides:
-            apply_override(source, override)
-        return parse_job(source, origin=f"the job in {grid}")
-    neighbour = grid.parent / source
-    return load_job(neighbour if neighbour.is_file() else source, overrides)
+            apply_override(content, override)
+        return parse_job(content, origin=f"the job in {grid}")
+    return load_job(_beside(grid, source), overrides)
+
+
+def _beside(grid: Path, job: str) -> str | Path:
+    """The file of a base job next to its grid; otherwise the name of a shipped job, or a path."""
+    neighbour = grid.parent / job
+    return neighbour if neighbour.is_file() else job
 
 
 def _job(base: dict[str, Any], values: Mapping[str, Any]) -> Job:

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from kinlens.embedder.manifest import MapFile
 from kinlens.golden import Label
 from kinlens.quality.golden import GoldenSet, NewQuery
 from kinlens.service.jobs.manager import LOG_PAGE
+from kinlens.service.jobs.params import params_of, plan_of
 from tests.support.job_shops import JobShop, processes_of, size_of, write_photos
 from tests.support.seams import FeedbackStore, GalleryFolder, Job, Question
 from tests.support.waiting import until
@@ -138,6 +140,30 @@ def test_a_training_with_too_few_products_to_judge_by_waits_for_a_person(shop) -
     assert not report["swapped"]
     assert shop.bundle_id() == shop.old.bundle_id
     assert "--map" not in record(shop, job, "exported")
+
+
+def test_a_training_that_would_change_nothing_is_refused(
+    tmp_path: Path, make_tiny_bundle: Callable[..., Bundle], new_bundle: Bundle
+) -> None:
+    current = {"model.weights": "current"}
+    for trained in (False, True):
+        old = make_tiny_bundle(job={"name": "shop"} if trained else {})
+        shop = JobShop(tmp_path / str(trained), old, new_bundle)
+        at_start = {**current, "protocol.alpha": 0.0}
+        further = {**current, "protocol.alpha": 0.25}
+        for job, overrides, is_idle in (
+            ("adapt", current, True),
+            ("shop", at_start, True),
+            ("adapt", further, False),
+            ("adapt", {}, False),
+            ("shop", current, False),
+        ):
+            asked = params_of("train", {"job": job, "overrides": overrides})
+            if trained and is_idle:
+                with pytest.raises(InvalidParameterError, match=f"{job} trains no model further"):
+                    plan_of(asked, "shop", shop.settings)
+            else:  # a trunk may still be whitened
+                assert plan_of(asked, "shop", shop.settings)
 
 
 def test_a_training_of_the_current_model_gets_the_feedback_with_its_image_names(shop) -> None:

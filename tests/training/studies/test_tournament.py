@@ -31,7 +31,7 @@ BASE = """
 [job]
 name = "base"
 data = {kind = "folder", root = "nowhere"}
-model = {weights = "none"}
+model = {weights = "none", batch_norm = "train"}
 """
 ALL = [tournament_run(loss, seed=seed) for seed in (0, 1) for loss in "abc"]
 JOB = ALL[0].job
@@ -112,6 +112,26 @@ def test_a_loss_may_bring_regularizers_of_its_own(write: Write) -> None:
 def test_grids_that_make_no_sense_are_refused(write: Write, text: str, message: str) -> None:
     with pytest.raises(JobError, match=message):
         load_grid(write(text))
+
+
+@pytest.mark.parametrize(
+    ("losses", "setting", "is_refused"),
+    [
+        ('["triplet"]', "optimizer.lr_proxies", True),
+        ('["triplet", "proxy_anchor"]', "optimizer.lr_proxies", False),
+        ('[{name = "triplet", optimizer.lr_proxies = 1e-3}, "proxy_anchor"]', "", True),
+        ('["triplet", {name = "proxy_anchor", optimizer.lr_proxies = 1e-3}]', "", False),
+    ],
+)
+def test_a_setting_that_acts_in_none_of_its_runs_is_refused(
+    write: Write, losses: str, setting: str, is_refused: bool
+) -> None:
+    grid, changes = write(f"losses = {losses}\n"), [f"{setting}=1e-3"] if setting else []
+    if not is_refused:
+        assert len(load_grid(grid, changes)) == 2
+        return
+    with pytest.raises(JobError, match=r"optimizer.lr_proxies = 0.001 has no effect here: the los"):
+        load_grid(grid, changes)
 
 
 def fine(job: Job) -> float:

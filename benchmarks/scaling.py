@@ -23,7 +23,8 @@ from clustered import clustered_batches, clustered_queries
 from harness import heading, options, row, skip, timed_ms
 
 from kinlens.indexer.exchange.milvus import MilvusStore
-from kinlens.indexer.types import Consistency, Entry
+from kinlens.indexer.exchange.milvus_load import import_to_milvus
+from kinlens.indexer.types import Consistency, Entry, GalleryExport
 
 K, CLIENTS = 20, 4
 LEVELS: tuple[Consistency, ...] = ("Strong", "Bounded")
@@ -57,10 +58,14 @@ def own_milvus() -> Iterator[str]:
 
 def measured(address: str, count: int, dim: int, searches: int) -> None:
     """Searches and changes of a published gallery, by consistency level."""
-    vectors = itertools.chain.from_iterable(clustered_batches(count, dim))
-    rows = itertools.starmap(milvus_entry, enumerate(vectors))
+
+    def rows() -> Iterator[Entry]:
+        vectors = itertools.chain.from_iterable(clustered_batches(count, dim))
+        return itertools.starmap(milvus_entry, enumerate(vectors))
+
     started = time.perf_counter()
-    MilvusStore.publish(address, "bench", rows, dim=dim, bundle_id="b" * 64).close()
+    dump = GalleryExport({"name": "bench", "bundle_id": "b" * 64}, dim, count, rows)
+    import_to_milvus(dump, address, "bench").close()
     published = time.perf_counter() - started
     query, numbers = clustered_queries(count, dim, queries=1), itertools.count(count)
     for level in LEVELS:

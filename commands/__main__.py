@@ -1,6 +1,6 @@
 """The command kinlens-index: build, change, search and maintain galleries."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from kinlens.embedder.machine import print_version, require_faiss
 from kinlens.environment import isolate
@@ -22,12 +22,22 @@ try:
         transfer,
         upkeep,
     )
+    from kinlens.commands.console import errors_shown
     from kinlens.embedder.programs.console import Commands
 except ModuleNotFoundError as missing:
     raise SystemExit(missing_package("kinlens-index", missing, "cpu", "gpu")) from None
 
+
+class IndexCommands(Commands):
+    """Commands whose errors are one line, too."""
+
+    def invoke(self, ctx: Any) -> Any:
+        with errors_shown():
+            return super().invoke(ctx)
+
+
 app = typer.Typer(
-    cls=Commands,
+    cls=IndexCommands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,

@@ -5,51 +5,38 @@ from typing import Annotated
 
 import typer
 
-from kinlens.commands import options, stores
+from kinlens.commands import stores
 from kinlens.commands.console import (
     carried_text,
-    errors_shown,
     exit_with_skipped,
     failure_lines,
-    out,
     print_report,
     progress,
 )
+from kinlens.commands.console import out as stdout
 from kinlens.commands.options import (
-    BatchOption,
-    DeviceOption,
-    EngineOption,
-    FallbackOption,
+    BatchOptions,
     ImageRootOption,
-    IndexDeviceOption,
-    IndexOption,
+    IndexOptions,
     JsonOption,
-    MemoryOption,
+    ModelOptions,
     NoCompactOption,
-    PrecisionOption,
-    RecallOption,
     StoreArgument,
     VectorTypeOption,
-    WorkersOption,
+    grouped,
+    place_of,
 )
 from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.errors import BundleMismatchError
-from kinlens.embedder.session import Embedder
 from kinlens.embedder.types import SHORT
 from kinlens.indexer.attributes import Schema
 from kinlens.indexer.folder.layout import GalleryFolder
 from kinlens.indexer.folder.manifest import name_of
 from kinlens.indexer.index.plan import IndexSettings, plan_index
-from kinlens.indexer.ingest.add import AddReport, add_source, check_image_root
-from kinlens.indexer.ingest.build import BuildReport, BuildSettings, build_gallery, import_gallery
-from kinlens.indexer.ingest.embed import EmbedSettings
+from kinlens.indexer.ingest.add import add_source, check_image_root
+from kinlens.indexer.ingest.build import BuildSettings, build_gallery, import_gallery
 from kinlens.indexer.ingest.shards import VectorShards
-from kinlens.indexer.ingest.sources import (
-    Source,
-    csv_source,
-    folder_source,
-    split_source,
-)
+from kinlens.indexer.ingest.sources import NO_KINDS, Source, csv_source, folder_source, split_source
 from kinlens.indexer.types import VectorType
 
 app = typer.Typer()
@@ -72,8 +59,12 @@ SplitOption = Annotated[
 @app.command(
     epilog="Example: kinlens-index build shop/images --bundle bundles/shop --out galleries/shop"
 )
+@grouped
 def build(
     out: Annotated[Path, typer.Option(help="Folder of the gallery; its content is replaced.")],
+    index: IndexOptions,
+    model: ModelOptions,
+    batches: BatchOptions,
     bundle: Annotated[
         Path | None, typer.Option(help="Model bundle that embeds the images.")
     ] = None,
@@ -88,11 +79,6 @@ def build(
     csv: CsvOption = None,
     split: SplitOption = None,
     root: Annotated[Path | None, typer.Option(help="Same as IMAGES.")] = None,
-    index: IndexOption = None,
-    memory_mb: MemoryOption = None,
-    target_recall: RecallOption = None,
-    device: DeviceOption = "cpu",
-    index_device: IndexDeviceOption = None,
     vector_type: VectorTypeOption = "fp32",
     dims: Annotated[
         int | None,
@@ -100,11 +86,6 @@ def build(
             min=1, help="Keep the first numbers of each vector, of a model trained for it."
         ),
     ] = None,
-    allow_cpu_fallback: FallbackOption = False,
-    precision: PrecisionOption = "fp32",
-    engine: EngineOption = "auto",
-    batch_size: BatchOption = 32,
-    workers: WorkersOption = 0,
     json: JsonOption = False,
 ) -> None:
     """Build a gallery from a folder, a CSV list, a dataset split, or vectors of `embed`.
@@ -115,46 +96,62 @@ def build(
     """
     if images and root:
         raise typer.BadParameter("Pass IMAGES or --root, not both: they mean the same.")
+    images, settings = images or root, index.over(IndexSettings())
     if vectors is not None:
-        if images or root or csv or split:
+        if images or csv or split:
             raise typer.BadParameter("Pass --vectors or images, not both.")
         if dims:
             raise typer.BadParameter("--dims needs images and a bundle; --vectors are kept whole.")
-        given = options.given_settings(index, memory_mb, target_recall, index_device)
-        _build_of_vectors(vectors, bundle, out, name, IndexSettings(**given), vector_type, json)
+        _build_of_vectors(vectors, bundle, out, name, settings, vector_type, json)
         return
     if bundle is None:
         raise typer.BadParameter("Pass the model with --bundle, or pass --vectors.")
-    with errors_shown():
-        source = _new_source(images or root, csv, split)
-        embedder = options.open_embedder(bundle, device, allow_cpu_fallback, precision, engine)
-        given = options.given_settings(index, memory_mb, target_recall, index_device)
-        plan = IndexSettings(**given)
-        embed = EmbedSettings(batch_size, workers)
-        settings = BuildSettings(name, embed, plan, vector_type, bundle, dims)
-        _print_plan(source, embedder, settings, json)
-        report = _built(source, embedder, out, settings)
-        _print_build(report, out, json)
-        stores.calibrate(out)
-        exit_with_skipped(report.failures)
+    source = _source(images, csv, split)
+    embedder = model.open(bundle)
+    dim = embedder.first(dims or embedder.dim).dim
+    plan = plan_index(source.count, dim, settings, vector_type)
+    if not json:
+        stdout.print(
+            f"Found {source.count:,} images in the {source.description}. "
+            f"Dimension {dim}, model {place_of(embedder)}."
+        )
+        for line in (*source.omitted.lines(), *plan.lines()):
+            stdout.print(line)
+    with progress(source.count, "Embedding", "images") as advance:
+        report = build_gallery(
+            source,
+            embedder,
+            out,
+            BuildSettings(name, batches.settings, settings, vector_type, bundle, dims),
+            advance,
+            advance.then("Indexing", source.count),
+        )
+    text = (
+        f"Gallery {out}, generation {report.generation}: {report.indexed:,} items "
+        f"({report.embedded:,} embedded, {report.reused:,} reused, "
+        f"{report.duplicates:,} copies) in {report.elapsed_s:.1f} s, "
+        f"{report.images_per_s:.1f} images/s."
+    ) + carried_text(report.carried)
+    file = GalleryFolder(out).current() / "report.json"
+    failures = failure_lines(report.failures, report.found, f"in {file}")
+    print_report(report, json, text, *failures)
+    stores.calibrate(out)
+    exit_with_skipped(report.failures)
 
 
 @app.command(
     epilog="Example: kinlens-index add galleries/shop shop/images/new --bundle bundles/shop"
 )
+@grouped
 def add(
     gallery: StoreArgument,
     bundle: Annotated[Path, typer.Option(help="Model bundle that the gallery was built with.")],
+    model: ModelOptions,
+    batches: BatchOptions,
     images: ImagesArgument = None,
     csv: CsvOption = None,
     split: SplitOption = None,
     image_root: ImageRootOption = None,
-    device: DeviceOption = "cpu",
-    allow_cpu_fallback: FallbackOption = False,
-    precision: PrecisionOption = "fp32",
-    engine: EngineOption = "auto",
-    batch_size: BatchOption = 32,
-    workers: WorkersOption = 0,
     no_compact: NoCompactOption = False,
     json: JsonOption = False,
 ) -> None:
@@ -165,17 +162,22 @@ def add(
     interrupted run, run the same command again. If images were skipped, the exit status is 3.
     `sync` also removes what is gone.
     """
-    with errors_shown():
-        embedder = options.open_embedder(bundle, device, allow_cpu_fallback, precision, engine)
-        with stores.opened(gallery, image_root=image_root) as store:
-            check_image_root(store)
-            source = _further_source(images, csv, split, store.image_root, store.schema())
-            settings = EmbedSettings(batch_size, workers)
-            with progress(source.count, "Embedding", "images") as advance:
-                report = add_source(store, source, embedder, settings, advance)
-            _print_add(source, report, store.size, gallery, json)
-            stores.compact_if_due(store, no_compact)
-        exit_with_skipped(report.failures)
+    embedder = model.open(bundle)
+    with stores.opened(gallery, image_root=image_root) as store:
+        check_image_root(store)
+        source = _source(images, csv, split, store.image_root, store.schema())
+        with progress(source.count, "Embedding", "images") as advance:
+            report = add_source(store, source, embedder, batches.settings, advance)
+        text = (
+            f"Gallery {gallery}: {report.added:,} added, {report.replaced:,} replaced, "
+            f"{report.updated:,} with new attributes, {report.unchanged:,} unchanged "
+            f"({report.embedded:,} embedded) in {report.elapsed_s:.1f} s, "
+            f"{report.images_per_s:.1f} images/s; {store.size:,} items in all."
+        )
+        failures = failure_lines(report.failures, report.found, "(--json lists all of them)")
+        print_report(report, json, *source.omitted.lines(), text, *failures)
+        stores.compact_if_due(store, no_compact)
+    exit_with_skipped(report.failures)
 
 
 def _build_of_vectors(
@@ -188,102 +190,44 @@ def _build_of_vectors(
     json: bool,
 ) -> None:
     """Build from the vectors of `embed`. A bundle, if given, must be the one that embedded them."""
-    with errors_shown():
-        shards = VectorShards(vectors)
-        dump = shards.dump(name or name_of(out))
-        bundle_id = dump.facts["bundle_id"]
-        if bundle is not None and Bundle.open(bundle).bundle_id != bundle_id:
-            raise BundleMismatchError(
-                f"{vectors} was embedded with bundle {bundle_id[:SHORT]}, not with the one in "
-                f"{bundle}. Pass that bundle, or omit --bundle."
-            )
-        with progress(dump.count, "Importing") as advance:
-            indexed = advance.then("Indexing", dump.count)
-            report = import_gallery(dump, out, name, settings, advance, vector_type, indexed)
-        text = f"Gallery {out}, generation {report.generation}: {report.items:,} items."
-        text += carried_text(report.carried)
-        skipped = tuple(shards.failures())
-        found = shards.manifest.images
-        print_report(report, json, text, *failure_lines(skipped, found, f"in {vectors}/parts"))
-        stores.calibrate(out)
-        exit_with_skipped(skipped)
+    shards = VectorShards(vectors)
+    dump = shards.dump(name or name_of(out))
+    bundle_id = dump.facts["bundle_id"]
+    if bundle is not None and Bundle.open(bundle).bundle_id != bundle_id:
+        raise BundleMismatchError(
+            f"{vectors} was embedded with bundle {bundle_id[:SHORT]}, not with the one in "
+            f"{bundle}. Pass that bundle, or omit --bundle."
+        )
+    with progress(dump.count, "Importing") as advance:
+        indexed = advance.then("Indexing", dump.count)
+        report = import_gallery(dump, out, name, settings, advance, vector_type, indexed)
+    text = f"Gallery {out}, generation {report.generation}: {report.items:,} items."
+    text += carried_text(report.carried)
+    skipped = tuple(shards.failures())
+    found = shards.manifest.images
+    print_report(report, json, text, *failure_lines(skipped, found, f"in {vectors}/parts"))
+    stores.calibrate(out)
+    exit_with_skipped(skipped)
 
 
-def _new_source(images: Path | None, csv: Path | None, split: Path | None) -> Source:
-    """The source of a new gallery. Raises: SourceError; BadParameter for wrong usage."""
-    _refuse_both(csv, split)
-    if csv:
-        return csv_source(csv, images)
-    if split:
-        return split_source(split, images)
-    if images is None:
-        raise typer.BadParameter("Pass the folder IMAGES, or a list with --csv or --split.")
-    return folder_source(images)
-
-
-def _further_source(
-    images: Path | None, csv: Path | None, split: Path | None, root: Path, kinds: Schema
+def _source(
+    images: Path | None,
+    csv: Path | None,
+    split: Path | None,
+    root: Path | None = None,
+    kinds: Schema = NO_KINDS,
 ) -> Source:
-    """The source to add to a gallery with the image root `root`. Paths of a list are relative to
-    `images`, by default the root.
+    """The images of a new gallery, or those to add to one with the image root `root`. Paths of a
+    list are relative to `images`, by default to the root, by default to the folder of the list.
 
     Raises: SourceError; BadParameter for wrong usage.
     """
-    _refuse_both(csv, split)
-    if images is None and not (csv or split):
-        raise typer.BadParameter("Pass the folder IMAGES, or a list with --csv or --split.")
-    if csv:
-        return csv_source(csv, root, kinds, images)
-    if split:
-        return split_source(split, root, images)
-    return folder_source(images or root, root)
-
-
-def _refuse_both(csv: Path | None, split: Path | None) -> None:
     if csv and split:
         raise typer.BadParameter("Pass --csv or --split, not both.")
-
-
-def _print_plan(source: Source, embedder: Embedder, settings: BuildSettings, json: bool) -> None:
-    embedder = embedder.first(settings.dims or embedder.dim)
-    plan = plan_index(source.count, embedder.dim, settings.index, settings.vector_type)
-    if json:
-        return
-    out.print(
-        f"Found {source.count:,} images in the {source.description}. "
-        f"Dimension {embedder.dim}, model {options.place_of(embedder)}."
-    )
-    for line in (*source.omitted.lines(), *plan.lines()):
-        out.print(line)
-
-
-def _built(
-    source: Source, embedder: Embedder, folder: Path, settings: BuildSettings
-) -> BuildReport:
-    count = source.count
-    with progress(count, "Embedding", "images") as embedded:
-        indexed = embedded.then("Indexing", count)
-        return build_gallery(source, embedder, folder, settings, embedded, indexed)
-
-
-def _print_build(report: BuildReport, folder: Path, json: bool) -> None:
-    text = (
-        f"Gallery {folder}, generation {report.generation}: {report.indexed:,} items "
-        f"({report.embedded:,} embedded, {report.reused:,} reused, "
-        f"{report.duplicates:,} copies) in {report.elapsed_s:.1f} s, "
-        f"{report.images_per_s:.1f} images/s."
-    ) + carried_text(report.carried)
-    file = GalleryFolder(folder).current() / "report.json"
-    failures = failure_lines(report.failures, report.found, f"in {file}")
-    print_report(report, json, text, *failures)
-
-
-def _print_add(source: Source, report: AddReport, size: int, gallery: str, json: bool) -> None:
-    text = (
-        f"Gallery {gallery}: {report.added:,} added, {report.replaced:,} replaced, "
-        f"{report.updated:,} with new attributes, {report.unchanged:,} unchanged "
-        f"({report.embedded:,} embedded) in {report.elapsed_s:.1f} s, "
-        f"{report.images_per_s:.1f} images/s; {size:,} items in all."
-    )
-    failures = failure_lines(report.failures, report.found, "(--json lists all of them)")
-    print_report(report, json, *source.omitted.lines(), text, *failures)
+    if csv:
+        return csv_source(csv, root or images, kinds, images)
+    if split:
+        return split_source(split, root or images, images)
+    if images is None:
+        raise typer.BadParameter("Pass the folder IMAGES, or a list with --csv or --split.")
+    return folder_source(images, root)

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from kinlens.commands import stores
-from kinlens.commands.console import SHOWN, err, errors_shown, print_report, progress
+from kinlens.commands.console import SHOWN, err, print_report, progress
 from kinlens.commands.options import JsonOption, NoCompactOption, StoreArgument, WhereOption
 from kinlens.embedder.errors import InvalidParameterError, SourceError
 from kinlens.embedder.sources.tables import PRODUCT
@@ -107,7 +107,7 @@ def update(
     _check_usage(keys or product, assign, unset, csv, where)
     if keys and product:
         raise typer.BadParameter("Pass keys or --product, not both.")
-    with errors_shown(), stores.opened(gallery) as store:
+    with stores.opened(gallery) as store:
         changes: Mapping[str, Mapping[str, AttributeValue | None]]
         schema = store.schema()
         values = assigned(assign or (), unset or (), schema)
@@ -167,7 +167,7 @@ def remove(
     """
     if sum(map(bool, (keys, where, keys_from))) != 1:
         raise typer.BadParameter("Pass exactly one of: keys, --where, --keys-from.")
-    with errors_shown(), stores.opened(gallery) as store:
+    with stores.opened(gallery) as store:
         if where:
             report = _removed_where(store, where, dry_run)
         else:
@@ -195,20 +195,19 @@ def unremove(
     """
     if bool(keys) == bool(keys_from):
         raise typer.BadParameter("Pass either keys or --keys-from.")
-    with errors_shown():
-        if gallery.startswith(MILVUS):
-            raise InvalidParameterError(
-                f"{gallery} is on Milvus, which does not keep removed items. Add the items again."
-            )
-        with stores.opened(gallery) as store:
-            assert isinstance(store, Gallery)
-            chosen = list(dict.fromkeys(keys or _keys_in(keys_from)))
-            back = {item.key for item in store.restore(chosen)}
-            report = Unremoved(len(back), tuple(key for key in chosen if key not in back))
-            text = f"{report.restored:,} items restored; {store.size:,} items in the gallery."
-            print_report(report, json, text)
-            if report.left and not json:
-                err.print(f"Not restored: {_some(report.left)}", soft_wrap=True)
+    if gallery.startswith(MILVUS):
+        raise InvalidParameterError(
+            f"{gallery} is on Milvus, which does not keep removed items. Add the items again."
+        )
+    with stores.opened(gallery) as store:
+        assert isinstance(store, Gallery)
+        chosen = list(dict.fromkeys(keys or _keys_in(keys_from)))
+        back = {item.key for item in store.restore(chosen)}
+        report = Unremoved(len(back), tuple(key for key in chosen if key not in back))
+        text = f"{report.restored:,} items restored; {store.size:,} items in the gallery."
+        print_report(report, json, text)
+        if report.left and not json:
+            err.print(f"Not restored: {_some(report.left)}", soft_wrap=True)
 
 
 @app.command(epilog="Example: kinlens-index attributes galleries/shop retype price number")
@@ -234,7 +233,7 @@ def attributes(
         raise typer.BadParameter(
             "Pass only the gallery, or drop NAME, or retype NAME text|number|boolean."
         )
-    with errors_shown(), stores.opened(gallery) as store:
+    with stores.opened(gallery) as store:
         if name is None:
             _print_attributes(store, json)
             return

@@ -8,7 +8,6 @@ import typer
 from kinlens.commands import stores
 from kinlens.commands.console import (
     SHOWN,
-    errors_shown,
     exit_if_empty,
     print_report,
     progress,
@@ -79,35 +78,34 @@ def duplicates(
     as_json: JsonOption = False,
 ) -> None:
     """Find groups of items that probably show the same product. Exits with 1 if there are none."""
-    with errors_shown():
-        if gallery.startswith(MILVUS):
-            raise InvalidParameterError(
-                f"Near-duplicates can be found only in galleries in a folder; {gallery} is on "
-                f"Milvus. Copy it: kinlens-index import {gallery} --out FOLDER."
+    if gallery.startswith(MILVUS):
+        raise InvalidParameterError(
+            f"Near-duplicates can be found only in galleries in a folder; {gallery} is on "
+            f"Milvus. Copy it: kinlens-index import {gallery} --out FOLDER."
+        )
+    with stores.opened(gallery) as store:
+        assert isinstance(store, Gallery)
+        with progress(store.size, "Comparing") as advance:
+            near = find_duplicates(
+                store,
+                min_score=min_score,
+                exact=exact,
+                on_progress=advance,
             )
-        with stores.opened(gallery) as store:
-            assert isinstance(store, Gallery)
-            with progress(store.size, "Comparing") as advance:
-                near = find_duplicates(
-                    store,
-                    min_score=min_score,
-                    exact=exact,
-                    on_progress=advance,
-                )
-                found = list(members_of(store, near.groups))
-                segment = None if exact else store.facts().segment
-                report = DuplicatesReport(
-                    name=store.name,
-                    version=store.version,
-                    size=store.size,
-                    min_score=near.min_score,
-                    floor=near.floor,
-                    recall=1.0 if segment is None else segment.recall,
-                    items=sum(map(len, found)),
-                    warning=near.warning,
-                    crowds=list(clusters_of(store, near)),
-                    groups=found,
-                )
+            found = list(members_of(store, near.groups))
+            segment = None if exact else store.facts().segment
+            report = DuplicatesReport(
+                name=store.name,
+                version=store.version,
+                size=store.size,
+                min_score=near.min_score,
+                floor=near.floor,
+                recall=1.0 if segment is None else segment.recall,
+                items=sum(map(len, found)),
+                warning=near.warning,
+                crowds=list(clusters_of(store, near)),
+                groups=found,
+            )
     first = [group[:SHOWN] for group in report.groups[:SHOWN]]
     lines = ["  ".join(f"{one.item.key} {one.score:.4f}" for one in group) for group in first]
     print_report(

@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from kinlens.commands.console import (
-    errors_shown,
     exit_with_skipped,
     failure_lines,
     print_report,
@@ -81,38 +80,37 @@ def embed(
     The exit status is 0 if all files of the part exist, 3 if they exist but lack images that cannot
     be read, 1 after an error. Only repeat the command after 1.
     """
-    with errors_shown():
-        if ray is not None:
-            if part != "1/1":
-                raise typer.BadParameter("--ray runs all parts. Omit --part.")
-            _check_answers(ray)
-        given, own = _source(source, root), Part.parse(part)
-        # One thread, because each core has its own image.
-        session = SessionSettings(device, 1, precision=precision, engine=engine)
-        shards = begun_shards(given, bundle, session, out, shard_size)
-        missing = own.missing(shards)
-        embedded = 0
-        with progress(shards.manifest.images_in(missing), "Embedding", "images") as advance:
-            for count in _run(shards, own, bundle, session, ray, batch_size) if missing else ():
-                embedded += count
-                advance(count)
-        report, manifest = shards_report(shards, embedded), shards.manifest
-        if not report.missing:
-            refuse_unreadable(manifest.source, report.images, report.failures)
-        text = (
-            f"{out}: {report.items:,} vectors of {report.images:,} images in {report.shards:,} "
-            f"files ({report.embedded:,} images now). "
-        )
-        text += (
-            f"{report.missing:,} files are missing: run the other parts."
-            if report.missing
-            else f"Build a gallery: kinlens-index build --vectors {out} --out GALLERY"
-        )
-        skipped = (*manifest.faults, *report.failures)
-        failures = failure_lines(skipped, report.images, "(--json lists all of them)")
-        print_report(report, json, *manifest.omitted, text, *failures)
-        faults = manifest.faults if own.number == 1 else ()
-        exit_with_skipped((*faults, *shards.failures(own.shards(shards))))
+    if ray is not None:
+        if part != "1/1":
+            raise typer.BadParameter("--ray runs all parts. Omit --part.")
+        _check_answers(ray)
+    given, own = _source(source, root), Part.parse(part)
+    # One thread, because each core has its own image.
+    session = SessionSettings(device, 1, precision=precision, engine=engine)
+    shards = begun_shards(given, bundle, session, out, shard_size)
+    missing = own.missing(shards)
+    embedded = 0
+    with progress(shards.manifest.images_in(missing), "Embedding", "images") as advance:
+        for count in _run(shards, own, bundle, session, ray, batch_size) if missing else ():
+            embedded += count
+            advance(count)
+    report, manifest = shards_report(shards, embedded), shards.manifest
+    if not report.missing:
+        refuse_unreadable(manifest.source, report.images, report.failures)
+    text = (
+        f"{out}: {report.items:,} vectors of {report.images:,} images in {report.shards:,} "
+        f"files ({report.embedded:,} images now). "
+    )
+    text += (
+        f"{report.missing:,} files are missing: run the other parts."
+        if report.missing
+        else f"Build a gallery: kinlens-index build --vectors {out} --out GALLERY"
+    )
+    skipped = (*manifest.faults, *report.failures)
+    failures = failure_lines(skipped, report.images, "(--json lists all of them)")
+    print_report(report, json, *manifest.omitted, text, *failures)
+    faults = manifest.faults if own.number == 1 else ()
+    exit_with_skipped((*faults, *shards.failures(own.shards(shards))))
 
 
 def _check_answers(address: str) -> None:

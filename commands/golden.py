@@ -9,16 +9,9 @@ from typing import Annotated
 
 import typer
 
-from kinlens.commands import options, stores
-from kinlens.commands.console import errors_shown, exit_if_empty, print_report, progress
-from kinlens.commands.options import (
-    DeviceOption,
-    EngineOption,
-    FallbackOption,
-    GalleryArgument,
-    JsonOption,
-    PrecisionOption,
-)
+from kinlens.commands import stores
+from kinlens.commands.console import exit_if_empty, print_report, progress
+from kinlens.commands.options import GalleryArgument, JsonOption, ModelOptions, grouped
 from kinlens.embedder.errors import ImageError, InvalidParameterError, SourceError
 from kinlens.embedder.preprocess import ImageLimits, decode
 from kinlens.embedder.session import fitted
@@ -77,10 +70,7 @@ def add(
         raise typer.BadParameter(
             "Pass one of --keys, --attribute and --no-match with --query, and none with --csv."
         )
-    with (
-        errors_shown(),
-        contextlib.closing(Gallery.open(gallery, load_index=False)) as store,
-    ):
+    with contextlib.closing(Gallery.open(gallery, load_index=False)) as store:
         if csv:
             new = _listed(csv, store)
         else:
@@ -95,9 +85,8 @@ def add(
 @app.command("list", epilog="Example: kinlens-index golden list galleries/shop")
 def list_(gallery: GalleryArgument, json: JsonOption = False) -> None:
     """Show the queries and their labels. Exits with 1 if there are none."""
-    with errors_shown():
-        current_manifest(gallery)
-        queries = GoldenSet(gallery).queries()
+    current_manifest(gallery)
+    queries = GoldenSet(gallery).queries()
     lines = [f"{query.sha256[:SHORT]}  {query.name}  {query.wanted}" for query in queries]
     print_report(GoldenQueries(queries=queries), json, *lines)
     exit_if_empty(
@@ -112,21 +101,22 @@ def remove(
     json: JsonOption = False,
 ) -> None:
     """Remove queries and their images. Reports of earlier runs are kept."""
-    with errors_shown():
-        current_manifest(gallery)
-        golden = GoldenSet(gallery)
-        known = [query.sha256 for query in golden.queries()]
-        chosen = [_chosen(number, known) for number in ids]
-        golden.remove(chosen)
-        remaining = [query for query in golden.queries() if query.sha256 not in chosen]
+    current_manifest(gallery)
+    golden = GoldenSet(gallery)
+    known = [query.sha256 for query in golden.queries()]
+    chosen = [_chosen(number, known) for number in ids]
+    golden.remove(chosen)
+    remaining = [query for query in golden.queries() if query.sha256 not in chosen]
     text = f"{len({*chosen}):,} queries removed; {len(remaining):,} in all."
     print_report(GoldenQueries(queries=remaining), json, text)
 
 
 @app.command(epilog="Example: kinlens-index golden run galleries/shop --bundle bundles/shop")
+@grouped
 def run(
     gallery: GalleryArgument,
     bundle: Annotated[Path, typer.Option(help="Model bundle that the gallery was built with.")],
+    model: ModelOptions,
     min_score: Annotated[
         float | None,
         typer.Option(
@@ -138,40 +128,34 @@ def run(
     worst: Annotated[
         int, typer.Option(min=0, max=1000, help="Number of worst queries to show.")
     ] = 10,
-    device: DeviceOption = "cpu",
-    allow_cpu_fallback: FallbackOption = False,
-    precision: PrecisionOption = "fp32",
-    engine: EngineOption = "auto",
     json: JsonOption = False,
 ) -> None:
     """Search with every query, measure recall and store the report."""
-    with errors_shown():
-        embedder = options.open_embedder(bundle, device, allow_cpu_fallback, precision, engine)
-        with stores.opened(str(gallery), bundle_id=embedder.bundle_id) as store:
-            embedder = fitted(store, embedder)
-            golden = GoldenSet(gallery)
-            queries = golden.queries()
-            if not queries:
-                raise InvalidParameterError(
-                    f"The golden set of {gallery} is empty. Label queries first: kinlens-index "
-                    "golden add."
-                )
-            with progress(len(queries), "Embedding", "images") as advance:
-                vectors = embedded(golden, queries, embedder, advance)
-            threshold = threshold_of(embedder.calibration) if min_score is None else min_score
-            report = GoldenResults.of(store, queries, vectors).report(threshold, worst)
-            golden.keep(report)
-            assert isinstance(store, Gallery)
-            Calibrator(store).fit_golden(partial(labelled, store, queries, vectors))
+    embedder = model.open(bundle)
+    with stores.opened(str(gallery), bundle_id=embedder.bundle_id) as store:
+        embedder = fitted(store, embedder)
+        golden = GoldenSet(gallery)
+        queries = golden.queries()
+        if not queries:
+            raise InvalidParameterError(
+                f"The golden set of {gallery} is empty. Label queries first: kinlens-index "
+                "golden add."
+            )
+        with progress(len(queries), "Embedding", "images") as advance:
+            vectors = embedded(golden, queries, embedder, advance)
+        threshold = threshold_of(embedder.calibration) if min_score is None else min_score
+        report = GoldenResults.of(store, queries, vectors).report(threshold, worst)
+        golden.keep(report)
+        assert isinstance(store, Gallery)
+        Calibrator(store).fit_golden(partial(labelled, store, queries, vectors))
     print_report(report, json, *_lines(report))
 
 
 @app.command(epilog="Example: kinlens-index golden runs galleries/shop --json")
 def runs(gallery: GalleryArgument, json: JsonOption = False) -> None:
     """Show the reports of earlier runs, newest first. Exits with 1 if there are none."""
-    with errors_shown():
-        current_manifest(gallery)
-        found = GoldenSet(gallery).runs()
+    current_manifest(gallery)
+    found = GoldenSet(gallery).runs()
     lines = [f"{'at':25} {'bundle':12} {'version':12} {'R@1':>6} {'R@10':>6} {'MAP@R':>6}  judged"]
     for one in found:
         figures = (one.recall_at_1, one.recall_at_10, one.map_at_r)

@@ -1,7 +1,11 @@
 """Options that several commands share, and functions that interpret them."""
 
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import wraps
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 import numpy as np
 import typer
@@ -14,6 +18,8 @@ from kinlens.embedder.manifest import AskedEngine, AskedPrecision
 from kinlens.embedder.session import Embedder, OnnxEmbedder
 from kinlens.embedder.types import Embeddings
 from kinlens.indexer.index.index_types import Device, IndexKind
+from kinlens.indexer.index.plan import IndexSettings
+from kinlens.indexer.ingest.embed import EmbedSettings
 from kinlens.indexer.types import VectorType
 
 Index = Literal["auto", IndexKind]
@@ -25,26 +31,11 @@ StoreArgument = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 DeviceOption = Annotated[Device, typer.Option(help="Device that runs the model.")]
-FallbackOption = Annotated[
-    bool, typer.Option("--allow-cpu-fallback", help="Use the CPU if CUDA does not work.")
-]
-PrecisionOption = Annotated[
-    AskedPrecision,
-    typer.Option(help="Numeric precision of the model; auto: the fastest that is accurate here."),
-]
-EngineOption = Annotated[
-    AskedEngine,
-    typer.Option(help="Library that runs the model; auto: the faster one at export."),
-]
 BatchOption = Annotated[int, typer.Option(min=1, max=1024, help="Images per batch.")]
-WorkersOption = Annotated[int, typer.Option(min=0, max=256, help="Threads; 0: one per core.")]
 ImageRootOption = Annotated[
     Path | None, typer.Option(help="Folder of the images, if they were moved.")
 ]
 WhereOption = Annotated[str | None, typer.Option(help="Filter: 'colour = \"red\" and price < 20'.")]
-IndexOption = Annotated[
-    Index | None, typer.Option(help="Index type; auto picks one that fits the memory.")
-]
 MemoryOption = Annotated[
     float | None,
     typer.Option(
@@ -68,28 +59,101 @@ VectorTypeOption = Annotated[
     VectorType,
     typer.Option(help="Number format of stored vectors; fp16 halves disk and cache use."),
 ]
+NoCompactOption = Annotated[
+    bool, typer.Option("--no-compact", help="Do not compact the index, even if it is due.")
+]
 _DEVICES = {
     PROVIDERS["cpu"]: "the CPU",
     PROVIDERS["cuda"]: "the GPU",
     OPENVINO: "the CPU with OpenVINO",
 }
-NoCompactOption = Annotated[
-    bool, typer.Option("--no-compact", help="Do not compact the index, even if it is due.")
-]
 
 
-def open_embedder(
-    bundle: Path,
-    device: Device,
-    allow_cpu_fallback: bool,
-    precision: AskedPrecision,
-    engine: AskedEngine,
-) -> Embedder:
-    """Open the bundle with one thread per call, as the indexer runs one call per core."""
-    settings = SessionSettings(
-        device, 1, allow_cpu_fallback, precision, engine=engine, callers=core_count()
-    )
-    return OnnxEmbedder.open(bundle, settings)
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """How to run a model. For `grouped`."""
+
+    device: DeviceOption = "cpu"
+    allow_cpu_fallback: Annotated[
+        bool, typer.Option("--allow-cpu-fallback", help="Use the CPU if CUDA does not work.")
+    ] = False
+    precision: Annotated[
+        AskedPrecision,
+        typer.Option(
+            help="Numeric precision of the model; auto: the fastest that is accurate here."
+        ),
+    ] = "fp32"
+    engine: Annotated[
+        AskedEngine,
+        typer.Option(help="Library that runs the model; auto: the faster one at export."),
+    ] = "auto"
+
+    def open(self, bundle: Path) -> Embedder:
+        """Open the bundle with one thread per call, as the indexer runs one call per core."""
+        settings = SessionSettings(
+            self.device,
+            1,
+            self.allow_cpu_fallback,
+            self.precision,
+            engine=self.engine,
+            callers=core_count(),
+        )
+        return OnnxEmbedder.open(bundle, settings)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchOptions:
+    """How many images are embedded at a time. For `grouped`."""
+
+    batch_size: BatchOption = 32
+    workers: Annotated[int, typer.Option(min=0, max=256, help="Threads; 0: one per core.")] = 0
+
+    @property
+    def settings(self) -> EmbedSettings:
+        """The settings of the indexer."""
+        return EmbedSettings(self.batch_size, self.workers)
+
+
+@dataclass(frozen=True, slots=True)
+class IndexOptions:
+    """Which index to make. For `grouped`."""
+
+    index: Annotated[
+        Index | None, typer.Option(help="Index type; auto picks one that fits the memory.")
+    ] = None
+    memory_mb: MemoryOption = None
+    target_recall: RecallOption = None
+    index_device: IndexDeviceOption = None
+
+    def over(self, settings: IndexSettings) -> IndexSettings:
+        """These settings with the options that were given."""
+        given: dict[str, Any] = {
+            "kind": self.index,
+            "memory_mb": self.memory_mb,
+            "target_recall": self.target_recall,
+            "device": self.index_device,
+        }
+        return replace(settings, **{n: value for n, value in given.items() if value is not None})
+
+
+def grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the fields of its parameters that are dataclasses as options of its own."""
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, Any] = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
+    parameters: list[Parameter] = []
+    for name, parameter in signature(command).parameters.items():
+        kind = groups.get(name)
+        parameters += [parameter] if kind is None else signature(kind).parameters.values()
+
+    @wraps(command)
+    def run(**given: Any) -> None:
+        for name, kind in groups.items():
+            given[name] = kind(**{field.name: given.pop(field.name) for field in fields(kind)})
+        command(**given)
+
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    return run
 
 
 def place_of(embedder: Embedder) -> str:
@@ -99,19 +163,6 @@ def place_of(embedder: Embedder) -> str:
     return f"on {device} in {embedder.mode.precision}" + (
         "" if reason == "asked for" else f" ({reason})"
     )
-
-
-def given_settings(
-    index: Index | None, memory_mb: float | None, target_recall: float | None, device: Device | None
-) -> dict[str, Any]:
-    """The fields of `IndexSettings` that were given, without those that are None."""
-    given = {
-        "kind": index,
-        "memory_mb": memory_mb,
-        "target_recall": target_recall,
-        "device": device,
-    }
-    return {name: value for name, value in given.items() if value is not None}
 
 
 def read_vectors(file: Path) -> Embeddings:

@@ -9,23 +9,16 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from kinlens.commands import options, stores
-from kinlens.commands.console import (
-    errors_shown,
-    exit_if_empty,
-    print_report,
-    shown,
-    written,
-)
+from kinlens.commands import stores
+from kinlens.commands.console import exit_if_empty, print_report, shown, written
 from kinlens.commands.options import (
-    DeviceOption,
-    EngineOption,
-    FallbackOption,
     IndexDeviceOption,
     JsonOption,
-    PrecisionOption,
+    ModelOptions,
     StoreArgument,
     WhereOption,
+    grouped,
+    read_vectors,
 )
 from kinlens.embedder import explain as where
 from kinlens.embedder.calibration import CANDIDATES
@@ -84,8 +77,10 @@ class Shape:
 @app.command(
     epilog="Example: kinlens-index search galleries/shop --image new.jpg --bundle bundles/shop -k 5"
 )
+@grouped
 def search(
     gallery: StoreArgument,
+    model: ModelOptions,
     image: Annotated[
         Path | None, typer.Option(help="Image to search with; needs --bundle.")
     ] = None,
@@ -149,11 +144,7 @@ def search(
             help="Prior probability that the product is not in the gallery.",
         ),
     ] = DEFAULT_PRIOR,
-    device: DeviceOption = "cpu",
     index_device: IndexDeviceOption = None,
-    allow_cpu_fallback: FallbackOption = False,
-    precision: PrecisionOption = "fp32",
-    engine: EngineOption = "auto",
     json: JsonOption = False,
 ) -> None:
     """Search with an image, with items of the gallery, or with vectors.
@@ -161,48 +152,43 @@ def search(
     Exits with 1 if no query has a result.
     """
     _check_usage(image, bundle, vector, like, unlike)
-    with errors_shown():
-        embedder = (
-            options.open_embedder(bundle, device, allow_cpu_fallback, precision, engine)
-            if bundle
-            else None
-        )
-        wanted = SearchOptions(
-            where=parse_filter(where) if where else None,
-            min_score=min_score,
-            offset=offset,
-            distinct=distinct,
-            near=near,
-            exact=exact,
-            effort=effort,
-            diversity=diversity,
-            boost=boost_of(boost) if boost else None,
-            sort_by=sort_by_of(sort_by) if sort_by else None,
-        )
-        grouping = Grouping(group_by, group_size) if group_by else None
-        shape = Shape(k, wanted, grouping, facets.split(",") if facets else [])
-        expected = None if embedder is None else embedder.bundle_id
-        with stores.opened(gallery, bundle_id=expected, device=index_device or "cpu") as store:
-            if like:
-                found = _found_like(store, like, unlike or [], shape)
-            elif image and embedder:
-                embedder = fitted(store, embedder)
-                vectors = embedder.embed(read_pixels(image, embedder)[1][None])
-                found = _found(store, vectors, shape)
-                calibrated: Calibrated | str = "Galleries on Milvus are not calibrated"
-                if isinstance(store, Gallery):
-                    known = embedder.calibration, embedder.no_calibration
-                    calibrated = choose(Calibrator(store).stored(), *known)
-                if not isinstance(calibrated, str):
-                    [best] = store.search(vectors, CANDIDATES, SearchOptions(exact=exact))
-                    found = _with_probabilities(found, calibrated, prior, best, group_by or "")
-            else:
-                found = _found(store, options.read_vectors(vector or Path()), shape)
-        print_report(found, json, *_lines(found))
-        exit_if_empty(
-            not any(found.groups or found.hits or ()),
-            "No item matches. Use a lower --min-score or another filter.",
-        )
+    embedder = model.open(bundle) if bundle else None
+    wanted = SearchOptions(
+        where=parse_filter(where) if where else None,
+        min_score=min_score,
+        offset=offset,
+        distinct=distinct,
+        near=near,
+        exact=exact,
+        effort=effort,
+        diversity=diversity,
+        boost=boost_of(boost) if boost else None,
+        sort_by=sort_by_of(sort_by) if sort_by else None,
+    )
+    grouping = Grouping(group_by, group_size) if group_by else None
+    shape = Shape(k, wanted, grouping, facets.split(",") if facets else [])
+    expected = None if embedder is None else embedder.bundle_id
+    with stores.opened(gallery, bundle_id=expected, device=index_device or "cpu") as store:
+        if like:
+            found = _found_like(store, like, unlike or [], shape)
+        elif image and embedder:
+            embedder = fitted(store, embedder)
+            vectors = embedder.embed(read_pixels(image, embedder)[1][None])
+            found = _found(store, vectors, shape)
+            calibrated: Calibrated | str = "Galleries on Milvus are not calibrated"
+            if isinstance(store, Gallery):
+                known = embedder.calibration, embedder.no_calibration
+                calibrated = choose(Calibrator(store).stored(), *known)
+            if not isinstance(calibrated, str):
+                [best] = store.search(vectors, CANDIDATES, SearchOptions(exact=exact))
+                found = _with_probabilities(found, calibrated, prior, best, group_by or "")
+        else:
+            found = _found(store, read_vectors(vector or Path()), shape)
+    print_report(found, json, *_lines(found))
+    exit_if_empty(
+        not any(found.groups or found.hits or ()),
+        "No item matches. Use a lower --min-score or another filter.",
+    )
 
 
 @app.command(epilog="Example: kinlens-index show galleries/shop shoes/red.jpg")
@@ -212,7 +198,7 @@ def show(
     json: JsonOption = False,
 ) -> None:
     """Show an item and its attributes."""
-    with errors_shown(), stores.opened(gallery) as store:
+    with stores.opened(gallery) as store:
         item = store.stored([key]).get(key)
         if item is None:
             raise ItemNotFoundError(
@@ -234,22 +220,21 @@ def explain(
     json: JsonOption = False,
 ) -> None:
     """Show where two images match, by the contribution of each region to the score."""
-    with errors_shown():
-        embedder = options.open_embedder(bundle, "cpu", False, "fp32", "onnxruntime")
-        data, pixels = zip(*(read_pixels(path, embedder) for path in (query, hit)), strict=True)
-        match = where.explain(embedder, *pixels)
-        sheet = where.side_by_side(
-            [
-                where.overlaid(decode(one, ANY_SIZE), grid, embedder.preprocessing)
-                for one, grid in zip(data, (match.query, match.hit), strict=True)
-            ]
-        )
-        try:
-            sheet.save(drawn)
-        except (OSError, ValueError) as error:
-            raise SourceError(
-                f"{drawn} cannot be written: {error}. Pass a .png or .jpg file with --out."
-            ) from error
+    embedder = ModelOptions(engine="onnxruntime").open(bundle)
+    data, pixels = zip(*(read_pixels(path, embedder) for path in (query, hit)), strict=True)
+    match = where.explain(embedder, *pixels)
+    sheet = where.side_by_side(
+        [
+            where.overlaid(decode(one, ANY_SIZE), grid, embedder.preprocessing)
+            for one, grid in zip(data, (match.query, match.hit), strict=True)
+        ]
+    )
+    try:
+        sheet.save(drawn)
+    except (OSError, ValueError) as error:
+        raise SourceError(
+            f"{drawn} cannot be written: {error}. Pass a .png or .jpg file with --out."
+        ) from error
     shares = {"query": match.query.tolist(), "hit": match.hit.tolist()}
     report = {"score": match.score, **shares, "out": str(drawn)}
     print_report(report, json, f"{match.score:.4f}  {drawn}")

@@ -3,8 +3,7 @@
 import contextlib
 import itertools
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from kinlens.commands.console import err, progress
@@ -23,9 +22,7 @@ from kinlens.indexer.live.compaction import KEEP_REMOVED_S
 from kinlens.indexer.types import (
     MILVUS,
     OTHER_MODEL,
-    Entry,
     GalleryExport,
-    Progress,
     milvus_address,
 )
 from kinlens.quality.calibrator import Calibrator
@@ -47,7 +44,7 @@ def opened(
     uri, name = milvus_address(text)
     return contextlib.closing(
         MilvusStore.open(
-            uri, name, expected_bundle_id=bundle_id, image_root=image_root, token=_token()
+            uri, name, expected_bundle_id=bundle_id, image_root=image_root, token=milvus_token()
         )
     )
 
@@ -112,55 +109,14 @@ def facts_of(store: Store) -> dict[str, str]:
     return facts
 
 
-@dataclass(frozen=True, slots=True)
-class Foreign:
-    """How to read vectors of another program, and the model that they are of."""
-
-    bundle: Path | None = None
-    model: str | None = None
-    image_root: Path | None = None
-    key_column: str | None = None
-    vector_column: str | None = None
-    columns: Sequence[str] | None = None
-    keys: Path | None = None
-    csv: Path | None = None
-
-    def tables(self, files: Sequence[Path]) -> Tables:
-        """The vectors in these files."""
-        return Tables(files, self.key_column, self.vector_column, self.columns, self.keys, self.csv)
-
-    def dump(self, tables: Tables) -> GalleryExport:
-        """The content of files as an export. Raises: SourceError, BundleError."""
-        file = tables.files[0]
-        if (self.bundle is None) == (self.model is None):
-            raise SourceError(
-                f"{file} was not written by Kinlens and names no model. Pass --bundle BUNDLE if "
-                "its vectors are of that model; else --model NAME, to search by vector only."
-            )
-        bundle_id, dim = f"{OTHER_MODEL}{self.model}", None
-        if self.bundle is not None:
-            bundle = Bundle.open(self.bundle)
-            bundle_id, dim = bundle.bundle_id, bundle.manifest.dim
-        root = "" if self.image_root is None else str(self.image_root.resolve())
-        source = f"vectors in {file.resolve()}"
-        dump = tables.dump(
-            {
-                "name": name_of(file.with_suffix("")),
-                "bundle_id": bundle_id,
-                "source": source,
-                "source_root": root,
-            }
-        )
-        if dim not in (None, dump.dim):
-            raise SourceError(
-                f"The vectors in {file} have {dump.dim} components, those of {self.bundle} {dim}. "
-                "Pass the bundle that computed them, or --model NAME for another model."
-            )
-        return dump
-
-
 @contextlib.contextmanager
-def content_of(sources: Sequence[str], foreign: Foreign) -> Iterator[GalleryExport]:
+def content_of(
+    sources: Sequence[str],
+    tables_of: Callable[[Sequence[Path]], Tables],
+    bundle: Path | None,
+    model: str | None,
+    image_root: Path | None,
+) -> Iterator[GalleryExport]:
     """The input of `import`: a file of `export`, vectors of `embed`, a gallery of any engine, or
     files of another program.
 
@@ -179,8 +135,8 @@ def content_of(sources: Sequence[str], foreign: Foreign) -> Iterator[GalleryExpo
     if not more and place.is_file() and not is_foreign(place):
         yield read_dump(place)
         return
-    tables = foreign.tables(files_of(sources))
-    yield foreign.dump(tables)
+    tables = tables_of(files_of(sources))
+    yield _foreign(tables, bundle, model, image_root)
     if tables.normalised:
         err.print(
             f"{tables.normalised:,} vectors were not of norm 1 and were normalised: scores are "
@@ -189,42 +145,35 @@ def content_of(sources: Sequence[str], foreign: Foreign) -> Iterator[GalleryExpo
         )
 
 
-class _Entries:
-    """A re-iterable view of the entries of a dump."""
+def _foreign(
+    tables: Tables, bundle: Path | None, model: str | None, image_root: Path | None
+) -> GalleryExport:
+    """Vectors of another program, of the model in `bundle` or named `model`, as an export.
 
-    def __init__(self, dump: GalleryExport) -> None:
-        self._dump = dump
-
-    def __iter__(self) -> Iterator[Entry]:
-        return self._dump.entries()
-
-    def __len__(self) -> int:
-        return self._dump.count
-
-
-def publish_on_milvus(
-    text: str, dump: GalleryExport, index: str, memory_mb: float | None, on_progress: Progress
-) -> MilvusStore:
-    """Publish a dump as the gallery at milvus://HOST:PORT/NAME, and open it.
-
-    Raises: SourceError, GalleryError.
+    Raises: SourceError, BundleError.
     """
-    uri, name = milvus_address(text)
-    return MilvusStore.publish(
-        uri,
-        name,
-        _Entries(dump),
-        dim=dump.dim,
-        bundle_id=dump.facts["bundle_id"],
-        precision=dump.facts.get("precision", "fp32"),
-        source=dump.facts.get("source", ""),
-        source_root=dump.facts.get("source_root", ""),
-        token=_token(),
-        index=index,
-        memory_mb=memory_mb,
-        on_progress=on_progress,
-    )
+    file = tables.files[0]
+    if (bundle is None) == (model is None):
+        raise SourceError(
+            f"{file} was not written by Kinlens and names no model. Pass --bundle BUNDLE if "
+            "its vectors are of that model; else --model NAME, to search by vector only."
+        )
+    opened_bundle = None if bundle is None else Bundle.open(bundle)
+    facts = {
+        "name": name_of(file.with_suffix("")),
+        "bundle_id": f"{OTHER_MODEL}{model}" if opened_bundle is None else opened_bundle.bundle_id,
+        "source": f"vectors in {file.resolve()}",
+        "source_root": "" if image_root is None else str(image_root.resolve()),
+    }
+    dump = tables.dump(facts)
+    if opened_bundle is not None and dump.dim != opened_bundle.manifest.dim:
+        raise SourceError(
+            f"The vectors in {file} have {dump.dim} components, those of {bundle} have "
+            f"{opened_bundle.manifest.dim}. Pass the bundle that computed them, or name another "
+            "model with --model NAME."
+        )
+    return dump
 
 
-def _token() -> str:
+def milvus_token() -> str:
     return os.environ.get("KINLENS_MILVUS_TOKEN", "")

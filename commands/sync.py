@@ -6,28 +6,18 @@ from typing import Annotated
 
 import typer
 
-from kinlens.commands import options, stores
-from kinlens.commands.console import (
-    errors_shown,
-    exit_with_skipped,
-    failure_lines,
-    print_report,
-    progress,
-)
+from kinlens.commands import stores
+from kinlens.commands.console import exit_with_skipped, failure_lines, print_report, progress
 from kinlens.commands.options import (
-    BatchOption,
-    DeviceOption,
-    EngineOption,
-    FallbackOption,
+    BatchOptions,
     ImageRootOption,
     JsonOption,
+    ModelOptions,
     NoCompactOption,
-    PrecisionOption,
     StoreArgument,
-    WorkersOption,
+    grouped,
 )
 from kinlens.embedder.programs.console import print_error
-from kinlens.indexer.ingest.embed import EmbedSettings
 from kinlens.indexer.ingest.sync import (
     MaxRemoved,
     SyncReport,
@@ -42,6 +32,7 @@ app = typer.Typer()
 @app.command(
     epilog="Example: kinlens-index sync galleries/shop shop/images --bundle bundles/shop --dry-run"
 )
+@grouped
 def sync(
     gallery: StoreArgument,
     source: Annotated[
@@ -51,6 +42,8 @@ def sync(
             help="Folder of images in the image root, or a CSV list with paths relative to it.",
         ),
     ],
+    model: ModelOptions,
+    batches: BatchOptions,
     csv: Annotated[
         Path | None, typer.Option(help="CSV list, as for build; its paths are relative to SOURCE.")
     ] = None,
@@ -72,12 +65,6 @@ def sync(
         bool, typer.Option("--checksum", help="Read every file, not only those with a new date.")
     ] = False,
     image_root: ImageRootOption = None,
-    device: DeviceOption = "cpu",
-    allow_cpu_fallback: FallbackOption = False,
-    precision: PrecisionOption = "fp32",
-    engine: EngineOption = "auto",
-    batch_size: BatchOption = 32,
-    workers: WorkersOption = 0,
     no_compact: NoCompactOption = False,
     json: JsonOption = False,
 ) -> None:
@@ -86,38 +73,27 @@ def sync(
     Exits with 0 if the gallery is in step, 1 if nothing or not all was done, 3 if all was done but
     some images cannot be read; their items stay. To complete an interrupted run, repeat it.
     """
-    with errors_shown():
-        settings = SyncSettings(
-            MaxRemoved.parse(max_removed),
-            uploads,
-            checksum,
-            dry_run,
-            EmbedSettings(batch_size, workers),
-        )
-        with stores.opened(gallery, image_root=image_root) as store:
-            found = source_of(store, source, csv)
-            with progress(found.count, "Comparing", "images") as compared:
-                report = sync_source(
-                    store,
-                    found,
-                    lambda: options.open_embedder(
-                        bundle or stores.bundle_of(store),
-                        device,
-                        allow_cpu_fallback,
-                        precision,
-                        engine,
-                    ),
-                    settings,
-                    compared,
-                    compared.then("Updating", found.count),
-                )
-            print_report(report, json, *_lines(report, gallery, found.omitted.lines()))
-            if report.refused:
-                print_error(report.refused)
-                raise typer.Exit(1)
-            if not dry_run:
-                stores.compact_if_due(store, no_compact)
-        exit_with_skipped(report.failures)
+    settings = SyncSettings(
+        MaxRemoved.parse(max_removed), uploads, checksum, dry_run, batches.settings
+    )
+    with stores.opened(gallery, image_root=image_root) as store:
+        found = source_of(store, source, csv)
+        with progress(found.count, "Comparing", "images") as compared:
+            report = sync_source(
+                store,
+                found,
+                lambda: model.open(bundle or stores.bundle_of(store)),
+                settings,
+                compared,
+                compared.then("Updating", found.count),
+            )
+        print_report(report, json, *_lines(report, gallery, found.omitted.lines()))
+        if report.refused:
+            print_error(report.refused)
+            raise typer.Exit(1)
+        if not dry_run:
+            stores.compact_if_due(store, no_compact)
+    exit_with_skipped(report.failures)
 
 
 def _lines(report: SyncReport, gallery: str, omitted: Iterable[str]) -> Iterator[str]:

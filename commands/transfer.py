@@ -2,58 +2,45 @@
 
 import contextlib
 import time
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal, cast
 
 import typer
 
 from kinlens.commands import stores
-from kinlens.commands.console import err, errors_shown, print_report, progress
+from kinlens.commands.console import err, print_report, progress
 from kinlens.commands.options import (
     GalleryArgument,
     ImageRootOption,
     Index,
     IndexDeviceOption,
+    IndexOptions,
     JsonOption,
+    MemoryOption,
     RecallOption,
     StoreArgument,
     VectorTypeOption,
-    given_settings,
 )
 from kinlens.embedder.errors import GalleryError, InvalidParameterError
 from kinlens.indexer.exchange.milvus_index import MilvusIndex
+from kinlens.indexer.exchange.milvus_load import import_to_milvus
 from kinlens.indexer.exchange.parquet import export_gallery
 from kinlens.indexer.exchange.publish import PublishReport
 from kinlens.indexer.exchange.publish import publish as publish_snapshot
 from kinlens.indexer.galleries import copy_bytes
 from kinlens.indexer.gallery import Gallery
-from kinlens.indexer.index.index_types import Device, IndexKind
+from kinlens.indexer.index.index_types import IndexKind
 from kinlens.indexer.index.plan import IndexSettings
 from kinlens.indexer.ingest.build import ImportReport, import_gallery
+from kinlens.indexer.ingest.foreign import Tables
 from kinlens.indexer.live.backup import restore_backup, write_backup
-from kinlens.indexer.types import MILVUS, GalleryExport, seconds_of
+from kinlens.indexer.types import MILVUS, GalleryExport, Progress, milvus_address, seconds_of
 from kinlens.quality.golden import GoldenSet
 
 app = typer.Typer()
 
 _IMAGE_RETRY_S = 600.0
-
-
-@dataclass(frozen=True, slots=True)
-class ExportReport:
-    """The written file and its number of items."""
-
-    file: str
-    items: int
-
-
-@dataclass(frozen=True, slots=True)
-class RestoreReport:
-    """The gallery that is current after a restore."""
-
-    name: str
-    generation: str
 
 
 @app.command(epilog="Example: kinlens-index export galleries/shop --out shop.parquet")
@@ -63,11 +50,10 @@ def export(
     json: JsonOption = False,
 ) -> None:
     """Write all items with vectors and attributes to a Parquet file."""
-    with errors_shown(), stores.opened(gallery) as store:
+    with stores.opened(gallery) as store:
         with progress(store.size, "Exporting") as advance:
             count = export_gallery(store, file, stores.facts_of(store), advance)
-        report = ExportReport(file=str(file), items=count)
-        print_report(report, json, f"{count:,} items in {file}.")
+        print_report({"file": str(file), "items": count}, json, f"{count:,} items in {file}.")
 
 
 @app.command(
@@ -96,15 +82,7 @@ def import_(
             "diskann are for Milvus, ivf-pq for a folder."
         ),
     ] = None,
-    memory_mb: Annotated[
-        float | None,
-        typer.Option(
-            "--memory-mb",
-            min=0.001,
-            help="Memory for the index in MiB; by default all available, on Milvus 16384 over all "
-            "query nodes.",
-        ),
-    ] = None,
+    memory_mb: MemoryOption = None,
     target_recall: RecallOption = None,
     device: IndexDeviceOption = None,
     vector_type: VectorTypeOption = "fp32",
@@ -138,16 +116,22 @@ def import_(
 
     An existing gallery is replaced. To resume an interrupted import, run the same command again.
     """
-    listed = None if columns is None else [name.strip() for name in columns.split(",") if name]
-    foreign = stores.Foreign(
-        bundle, model, image_root, key_column, vector_column, listed, keys, csv
+    chosen = None if columns is None else [name.strip() for name in columns.split(",") if name]
+    tables = partial(
+        Tables,
+        key_column=key_column,
+        vector_column=vector_column,
+        columns=chosen,
+        keys=keys,
+        csv=csv,
     )
-    with errors_shown(), stores.content_of(sources, foreign) as dump:
-        if gallery.startswith(MILVUS):
-            report = _imported_into(gallery, dump, index or "auto", memory_mb)
-        else:
-            settings = IndexSettings(**_of_a_folder(index, memory_mb, target_recall, device))
-            with progress(dump.count, "Importing") as advance:
+    with stores.content_of(sources, tables, bundle, model, image_root) as dump:
+        with progress(dump.count, "Importing") as advance:
+            if gallery.startswith(MILVUS):
+                report = _imported_into(gallery, dump, index or "auto", advance)
+            else:
+                given = IndexOptions(cast(Index | None, index), memory_mb, target_recall, device)
+                settings = given.over(IndexSettings())
                 indexed = advance.then("Indexing", dump.count)
                 report = import_gallery(
                     dump, gallery, name, settings, advance, vector_type, indexed
@@ -165,12 +149,11 @@ def backup(
     json: JsonOption = False,
 ) -> None:
     """Write a consistent copy of a gallery, while it is in use."""
-    with errors_shown():
-        GoldenSet(gallery).check()
-        with progress(copy_bytes(gallery), "Copying", "bytes") as advance:
-            report = write_backup(gallery, folder, advance)
-        size = f"{report.items:,} items, {report.bytes / 1e6:,.1f} MB"
-        print_report(report, json, f"Backup {folder} of {report.name}: {size}.")
+    GoldenSet(gallery).check()
+    with progress(copy_bytes(gallery), "Copying", "bytes") as advance:
+        report = write_backup(gallery, folder, advance)
+    size = f"{report.items:,} items, {report.bytes / 1e6:,.1f} MB"
+    print_report(report, json, f"Backup {folder} of {report.name}: {size}.")
 
 
 @app.command(epilog="Example: kinlens-index restore backups/shop-1 --out galleries/shop --replace")
@@ -183,12 +166,11 @@ def restore(
     json: JsonOption = False,
 ) -> None:
     """Restore a gallery from a backup, after checking all its files."""
-    with errors_shown():
-        GoldenSet(source).check()
-        with progress(copy_bytes(source), "Copying", "bytes") as advance:
-            manifest = restore_backup(source, gallery, replace=replace, on_progress=advance)
-        report = RestoreReport(name=manifest.name, generation=manifest.generation)
-        print_report(report, json, f"Gallery {gallery} ({report.name}) restored from {source}.")
+    GoldenSet(source).check()
+    with progress(copy_bytes(source), "Copying", "bytes") as advance:
+        manifest = restore_backup(source, gallery, replace=replace, on_progress=advance)
+    report = {"name": manifest.name, "generation": manifest.generation}
+    print_report(report, json, f"Gallery {gallery} ({manifest.name}) restored from {source}.")
 
 
 @app.command(
@@ -222,43 +204,28 @@ def publish(
     Only changes since the last snapshot are uploaded. The gallery stays in use. Services load the
     snapshots with kinlens-serve --gallery NAME=ADDRESS.
     """
-    with errors_shown():
-        interval_s = None if every is None else _seconds(every)
-        report = _publish(gallery, address, with_images, image_root, take_over)
-        print_report(report, json, _text(report))
-        checked_at = time.monotonic()
-        with contextlib.suppress(KeyboardInterrupt):
-            while interval_s is not None:
-                time.sleep(interval_s)
-                # Retry images that could not be read before.
-                is_due = with_images and time.monotonic() - checked_at > _IMAGE_RETRY_S
-                checked_at = time.monotonic() if is_due else checked_at
-                _publish_again(gallery, address, is_due, image_root, json)
-
-
-def _of_a_folder(
-    index: str | None, memory_mb: float | None, target_recall: float | None, device: Device | None
-) -> dict[str, Any]:
-    kinds: tuple[Index, ...] = ("auto", *get_args(IndexKind))
-    kind = next((kind for kind in kinds if kind == index), None)
-    if index is not None and kind is None:
-        raise InvalidParameterError(
-            f"index = {index} is only for Milvus. For a gallery in a folder use {', '.join(kinds)}."
-        )
-    return given_settings(kind, memory_mb, target_recall, device)
+    interval_s = None if every is None else _seconds(every)
+    report = _publish(gallery, address, with_images, image_root, take_over)
+    print_report(report, json, _text(report))
+    checked_at = time.monotonic()
+    with contextlib.suppress(KeyboardInterrupt):
+        while interval_s is not None:
+            time.sleep(interval_s)
+            # Retry images that could not be read before.
+            is_due = with_images and time.monotonic() - checked_at > _IMAGE_RETRY_S
+            checked_at = time.monotonic() if is_due else checked_at
+            _publish_again(gallery, address, is_due, image_root, json)
 
 
 def _imported_into(
-    address: str, dump: GalleryExport, index: str, memory_mb: float | None
+    address: str, dump: GalleryExport, index: str, on_progress: Progress
 ) -> ImportReport:
-    with (
-        progress(dump.count, "Importing") as advance,
-        contextlib.closing(
-            stores.publish_on_milvus(address, dump, index, memory_mb, advance)
-        ) as store,
-    ):
-        quality = store.index_text()
-        err.print(quality, soft_wrap=True)
+    uri, name = milvus_address(address)
+    token = stores.milvus_token()
+    with contextlib.closing(
+        import_to_milvus(dump, uri, name, token=token, index=index, on_progress=on_progress)
+    ) as store:
+        err.print(store.index_text(), soft_wrap=True)
         return ImportReport(
             name=store.name,
             bundle_id=store.bundle_id,

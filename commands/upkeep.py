@@ -2,29 +2,25 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated, Any, get_args
 
 import typer
 
-from kinlens.commands import options, stores
-from kinlens.commands.console import SHOWN, errors_shown, print_report, progress
+from kinlens.commands import stores
+from kinlens.commands.console import SHOWN, print_report, progress
 from kinlens.commands.options import (
-    DeviceOption,
-    EngineOption,
-    FallbackOption,
     GalleryArgument,
     ImageRootOption,
-    IndexDeviceOption,
-    IndexOption,
+    IndexOptions,
     JsonOption,
-    MemoryOption,
-    PrecisionOption,
+    ModelOptions,
     RecallOption,
     StoreArgument,
     VectorTypeOption,
-    given_settings,
+    grouped,
+    read_vectors,
 )
 from kinlens.embedder.errors import PlanError
 from kinlens.embedder.types import SHORT
@@ -48,44 +44,20 @@ from kinlens.quality.golden import GoldenSet
 app = typer.Typer()
 
 _TABLES = ("formats", "attributes")
-
-
-@dataclass(frozen=True, slots=True)
-class PlanShown:
-    """The cost of an index, or the reason why it cannot be built."""
-
-    kind: str
-    refused: str | None = None
-    memory_mb: float | None = None
-    mapped_mb: float | None = None
-    disk_mb: float | None = None
-    build_memory_mb: float | None = None
-    gpu_memory_mb: float | None = None
-    gpu_free_mb: float | None = None
-    expected_recall: float | None = None
-    reason: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Plans:
-    """The index for `n` vectors of dimension `dim`; with --all, one plan per index type."""
-
-    n: int
-    dim: int
-    device: str
-    plans: tuple[PlanShown, ...]
+_COSTS = (
+    *("memory_mb", "mapped_mb", "disk_mb", "build_memory_mb"),
+    *("gpu_memory_mb", "gpu_free_mb", "expected_recall", "reason"),
+)
 
 
 @app.command(epilog="Example: kinlens-index compact galleries/shop --index hnsw")
+@grouped
 def compact(
     gallery: GalleryArgument,
+    index: IndexOptions,
     rebuild: Annotated[
         bool, typer.Option("--rebuild", help="Rebuild the index even if nothing has changed.")
     ] = False,
-    index: IndexOption = None,
-    memory_mb: MemoryOption = None,
-    target_recall: RecallOption = None,
-    device: IndexDeviceOption = None,
     json: JsonOption = False,
 ) -> None:
     """Write added items to the index and erase removed ones, while the gallery is in use.
@@ -93,27 +65,23 @@ def compact(
     Erased items cannot be restored. Index type, recall target and device are kept, unless an option
     changes them.
     """
-    with errors_shown():
-        with contextlib.closing(Gallery.open(gallery)) as opened:
-            facts = opened.facts()
-            chosen = given_settings(index, memory_mb, target_recall, device)
-            has_changed = bool(facts.delta or facts.tombstones or opened.has_removed())
-            if facts.segment is not None:  # a segment of an earlier version counts as changed
-                has_changed |= facts.segment.gone > 0 or facts.segment.vectors is None
-            if not (rebuild or chosen or has_changed):
-                done = CompactReport(segment=None, manifest=None, elapsed_s=0.0)
-                text = "Nothing has changed since the last compaction. To rebuild, use --rebuild."
-                print_report(done, json, text)
-                return
-            settings = replace(opened.index_settings(), **chosen) if chosen else None
-            if settings is not None and device and opened.size:  # fail early if it does not fit
-                plan_index(opened.size, opened.dim, settings, opened.vector_type)
-            with progress(facts.size, "Indexing") as advance:
-                report = opened.compact(
-                    settings, wait=True, from_scratch=rebuild, on_progress=advance
-                )
-            Calibrator(opened).fit_if_outdated()
-        print_report(report, json, _text(report))
+    with contextlib.closing(Gallery.open(gallery)) as opened:
+        facts = opened.facts()
+        settings = index.over(opened.index_settings())
+        has_changed = bool(facts.delta or facts.tombstones or opened.has_removed())
+        if facts.segment is not None:  # a segment of an earlier version counts as changed
+            has_changed |= facts.segment.gone > 0 or facts.segment.vectors is None
+        if not (rebuild or index != IndexOptions() or has_changed):
+            done = CompactReport(segment=None, manifest=None, elapsed_s=0.0)
+            text = "Nothing has changed since the last compaction. To rebuild, use --rebuild."
+            print_report(done, json, text)
+            return
+        if index.index_device and opened.size:  # fail early if it does not fit
+            plan_index(opened.size, opened.dim, settings, opened.vector_type)
+        with progress(facts.size, "Indexing") as advance:
+            report = opened.compact(settings, wait=True, from_scratch=rebuild, on_progress=advance)
+        Calibrator(opened).fit_if_outdated()
+    print_report(report, json, _text(report))
 
 
 @app.command(epilog="Example: kinlens-index calibrate galleries/shop --product sku")
@@ -132,7 +100,7 @@ def calibrate(
     Commands that change a gallery, and the service, do this when a fifth of the items has changed.
     `golden run` fits a more accurate curve.
     """
-    with errors_shown(), contextlib.closing(Gallery.open(gallery)) as opened:
+    with contextlib.closing(Gallery.open(gallery)) as opened:
         with progress(1000, "Searching") as advance:
             found = Calibrator(opened).fit(product, advance)
         print_report(found, json, *_calibration_lines(found))
@@ -156,40 +124,36 @@ def _calibration_lines(found: GalleryCalibration) -> Iterator[str]:
 
 
 @app.command(epilog="Example: kinlens-index plan 1000000 128 --memory-mb 500")
+@grouped
 def plan(
     n: Annotated[int, typer.Argument(metavar="N", help="Number of vectors.")],
     dim: Annotated[int, typer.Argument(metavar="DIM", help="Dimension of a vector.")],
-    index: IndexOption = None,
-    memory_mb: MemoryOption = None,
-    target_recall: RecallOption = None,
-    device: IndexDeviceOption = None,
+    index: IndexOptions,
     vector_type: VectorTypeOption = "fp32",
     everything: Annotated[bool, typer.Option("--all", help="Compare all index types.")] = False,
     json: JsonOption = False,
 ) -> None:
     """Show the index type for N vectors and its cost, without building it."""
-    with errors_shown():
-        settings = IndexSettings(**given_settings(index, memory_mb, target_recall, device))
-        if everything:
-            kinds = get_args(IndexKind)
-            rows = tuple(_row(n, dim, kind, settings, vector_type) for kind in kinds)
-            lines = [*_table(rows)]
-        else:
-            chosen = plan_index(n, dim, settings, vector_type)
-            rows, lines = (_shown_plan(chosen),), chosen.lines()
-        print_report(Plans(n=n, dim=dim, device=settings.device, plans=rows), json, *lines)
+    settings = index.over(IndexSettings())
+    if everything:
+        kinds = get_args(IndexKind)
+        plans = [_cost(n, dim, replace(settings, kind=kind), vector_type) for kind in kinds]
+        lines = [*_table(plans)]
+    else:
+        chosen = plan_index(n, dim, settings, vector_type)
+        plans, lines = [_cost_of(chosen)], chosen.lines()
+    print_report({"n": n, "dim": dim, "device": settings.device, "plans": plans}, json, *lines)
 
 
 @app.command(epilog="Example: kinlens-index stats galleries/shop --json")
 def stats(gallery: StoreArgument, json: JsonOption = False) -> None:
     """Show facts about a gallery: size, index, disk and attributes."""
-    with errors_shown():
-        facts: StoreStats
-        if gallery.startswith(MILVUS):
-            with stores.opened(gallery) as store:
-                facts = store_stats(store)
-        else:
-            facts = gallery_stats(gallery)
+    facts: StoreStats
+    if gallery.startswith(MILVUS):
+        with stores.opened(gallery) as store:
+            facts = store_stats(store)
+    else:
+        facts = gallery_stats(gallery)
     lines = []
     for name, value in facts.model_dump().items():
         shown = ", ".join(f"{k} {v:,}" for k, v in value.items()) if name in _TABLES else value
@@ -207,39 +171,35 @@ def _text(report: CompactReport) -> str:
     )
 
 
-def _table(rows: Sequence[PlanShown]) -> Iterator[str]:
+def _table(plans: Sequence[dict[str, Any]]) -> Iterator[str]:
     yield f"{'index':11} {'memory':>10} {'mapped':>10} {'disk':>10}  recall@10"
-    for row in rows:
-        if row.refused is not None:
-            yield f"{row.kind:11} {row.refused}"
+    for plan in plans:
+        if plan["refused"] is not None:
+            yield f"{plan['kind']:11} {plan['refused']}"
             continue
-        yield (
-            f"{row.kind:11} {row.memory_mb:>7,.0f} MB {row.mapped_mb:>7,.0f} MB "
-            f"{row.disk_mb:>7,.0f} MB  {row.expected_recall:.3f}"
-        )
+        sizes = " ".join(f"{plan[name]:>7,.0f} MB" for name in _COSTS[:3])
+        yield f"{plan['kind']:11} {sizes}  {plan['expected_recall']:.3f}"
 
 
-def _row(
-    n: int, dim: int, kind: str, settings: IndexSettings, vector_type: VectorType
-) -> PlanShown:
+def _cost(n: int, dim: int, settings: IndexSettings, vector_type: VectorType) -> dict[str, Any]:
+    """The cost of an index, or the reason why it cannot be built."""
     try:
-        return _shown_plan(plan_index(n, dim, replace(settings, kind=kind), vector_type))
+        return _cost_of(plan_index(n, dim, settings, vector_type))
     except PlanError as error:
-        return PlanShown(kind=kind, refused=str(error))
+        return {"kind": settings.kind, "refused": str(error), **dict.fromkeys(_COSTS)}
 
 
-def _shown_plan(plan: Plan) -> PlanShown:
-    facts = asdict(plan)
-    return PlanShown(
-        **{one.name: facts[one.name] for one in fields(PlanShown) if one.name in facts}
-    )
+def _cost_of(plan: Plan) -> dict[str, Any]:
+    return {"kind": plan.kind, "refused": None, **{name: getattr(plan, name) for name in _COSTS}}
 
 
 @app.command(
     epilog="Example: kinlens-index verify galleries/shop --bundle bundles/shop --sample 500"
 )
+@grouped
 def verify(
     gallery: GalleryArgument,
+    model: ModelOptions,
     bundle: Annotated[
         Path | None, typer.Option(help="Embed the images again with this bundle and compare.")
     ] = None,
@@ -254,10 +214,6 @@ def verify(
         Path | None, typer.Option(help="Vectors to measure recall with: .npy, (Q, D).")
     ] = None,
     target_recall: RecallOption = None,
-    device: DeviceOption = "cpu",
-    allow_cpu_fallback: FallbackOption = False,
-    precision: PrecisionOption = "fp32",
-    engine: EngineOption = "auto",
     json: JsonOption = False,
 ) -> None:
     """Check files, items and recall; exits with status 1 if a check fails.
@@ -267,18 +223,13 @@ def verify(
     stored for the wrong item is not detected. Without --queries recall is measured with stored
     vectors; pass vectors of your users' queries to measure the recall that they get.
     """
-    with errors_shown():
-        embedder = (
-            options.open_embedder(bundle, device, allow_cpu_fallback, precision, engine)
-            if bundle
-            else None
-        )
-        vectors = None if queries is None else options.read_vectors(queries)
-        settings = VerifySettings(sample, image_root, vectors, target_recall)
-        GoldenSet(gallery).check()
-        with progress(sample_size(size_of(gallery), sample), "Searching") as advance:
-            report = verify_gallery(gallery, embedder, settings, advance)
-        print_report(report, json, *_verified(report))
+    embedder = model.open(bundle) if bundle else None
+    vectors = None if queries is None else read_vectors(queries)
+    settings = VerifySettings(sample, image_root, vectors, target_recall)
+    GoldenSet(gallery).check()
+    with progress(sample_size(size_of(gallery), sample), "Searching") as advance:
+        report = verify_gallery(gallery, embedder, settings, advance)
+    print_report(report, json, *_verified(report))
     if not report.is_good:
         raise typer.Exit(1)
 

@@ -6,12 +6,10 @@ differences to a gallery in a folder are listed in docs/galleries.md, section Mi
 
 import contextlib
 import re
-import time
-import uuid
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -22,10 +20,7 @@ from numpy.typing import NDArray
 
 from kinlens.embedder.errors import (
     BundleMismatchError,
-    EngineUnavailableError,
     GalleryBusyError,
-    GalleryCorruptError,
-    GalleryNotFoundError,
     InvalidParameterError,
     ItemNotFoundError,
 )
@@ -59,14 +54,8 @@ from kinlens.indexer.exchange.milvus_collection import (
 )
 from kinlens.indexer.exchange.milvus_filters import literal
 from kinlens.indexer.exchange.milvus_index import (
-    HeldOut,
-    K,
-    MilvusPlan,
     is_exact,
-    least_effort,
-    planned,
 )
-from kinlens.indexer.exchange.milvus_load import check_count, load, refuse_lists, separate
 from kinlens.indexer.filters.text import Where
 from kinlens.indexer.filters.tree import In, check_attribute, check_boosted, check_grouped
 from kinlens.indexer.folder.manifest import GalleryFacts
@@ -96,7 +85,6 @@ from kinlens.indexer.types import (
     Item,
     OnCall,
     Page,
-    Progress,
     SearchOptions,
     SortBy,
     VectorStore,
@@ -151,7 +139,7 @@ class MilvusStore(VectorStore):
         Raises: EngineUnavailableError, GalleryNotFoundError, GalleryCorruptError,
             BundleMismatchError.
         """
-        _check_name(name)
+        check_name(name)
         connection = Connection(uri, token, timeout_s, on_call)
         try:
             now = Collection.current(connection, name, consistency)
@@ -161,73 +149,6 @@ class MilvusStore(VectorStore):
             connection.close()
             raise
         return cls(connection, now, image_root)
-
-    @classmethod
-    def publish(
-        cls,
-        uri: str,
-        name: str,
-        entries: Iterable[Entry] = (),
-        *,
-        dim: int,
-        bundle_id: str,
-        precision: str = "fp32",
-        source: str = "",
-        source_root: Path | str = "",
-        token: str = "",
-        index: str = "auto",
-        memory_mb: float | None = None,
-        on_progress: Progress | None = None,
-    ) -> Self:
-        """Replace the content of gallery `name` by `entries`, and open it.
-
-        The entries are loaded into a new collection, to which the alias is then moved. The old
-        collection is dropped, with any changes that were made to it during the load. After an
-        interruption nothing has changed; make the same call again.
-
-        Args:
-            index: one of `MilvusIndex`, or `auto` for the fastest one that fits into `memory_mb` of
-                the query nodes.
-
-        Raises: InvalidParameterError; GalleryCorruptError for a collection that is not a gallery;
-            PlanError for an index that the server lacks or that does not fit; RecallError for one
-            that misses its target; EngineUnavailableError. The gallery is unchanged then.
-        """
-        _check_name(name)
-        entries = list(entries) if isinstance(entries, Iterator) else entries
-        count = len(entries) if isinstance(entries, Sized) else sum(1 for _ in entries)
-        facts = MilvusFacts(
-            name=name,
-            generation=uuid.uuid4().hex[:SHORT],
-            bundle_id=bundle_id,
-            precision=precision,
-            dim=dim,
-            created_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
-            source=source,
-            source_root=str(source_root),
-        )
-        with contextlib.closing(Connection(uri, token, _LOAD_S)) as connection:
-            before = _current_name(connection, name)  # raises if it is not a gallery
-            server = str(connection.call("get_server_version"))
-            plan = planned(count, dim, index, memory_mb, server)
-            made = Collection.create(connection, facts)
-            try:
-                _fill(entries, plan, server, made, on_progress or (lambda _: None))
-                swap = "alter_alias" if before else "create_alias"
-                connection.call(swap, made.collection, name, timeout_s=_SCHEMA_S)
-            except BaseException as error:
-                is_moved = False  # the server may have moved the alias although the request failed
-                with contextlib.suppress(EngineUnavailableError):  # the first error is to be seen
-                    is_moved = _current_name(connection, name) == made.collection
-                    if not is_moved:
-                        connection.call("drop_collection", made.collection)
-                if not is_moved or not isinstance(error, EngineUnavailableError):
-                    raise
-            if before:
-                time.sleep(_SWAP_S)
-            with contextlib.suppress(EngineUnavailableError):  # the next publication drops it
-                _drop_old(connection, name, made.collection, before)
-        return cls.open(uri, name, token=token)
 
     @property
     def name(self) -> str:
@@ -624,30 +545,6 @@ def _remove(now: Collection, conditions: Iterable[str]) -> int:
     return removed
 
 
-def _fill(
-    entries: Iterable[Entry], plan: MilvusPlan, server: str, made: Collection, on_progress: Progress
-) -> None:
-    """Load the entries, build the index, wait until they can be searched, then measure recall.
-
-    Raises: the errors of `publish`.
-    """
-    held_out = None if plan.kind == "flat" else HeldOut(entries, plan.count, plan.dim)
-    count, kinds, shared = load(made, entries, held_out, on_progress)
-    made.learn(kinds)
-    made = made.make_index(plan, server)
-    if held_out is not None and held_out.entries:
-        strong = made.strong()
-
-        def search(effort: int) -> list[list[float]]:
-            found = strong.search(held_out.queries, K, "", effort, exact=False)
-            return [[float(row["distance"]) for row in best] for best in found]
-
-        made = made.note_quality(*least_effort(plan, held_out, search))
-        made.upsert(map(row_of, held_out.entries, held_out.queries))
-    separate(made, shared)
-    check_count(made, count)
-
-
 def _with_prefix(prefix: str) -> str:
     """A condition that keys start with `prefix`; empty for every key."""
     if not prefix:
@@ -734,34 +631,22 @@ def _checked(now: Collection, queries: Embeddings, k: int, options: SearchOption
     return queries
 
 
-def _current_name(connection: Connection, name: str) -> str | None:
-    """The collection behind the alias `name`, if there is one. Raises: GalleryCorruptError."""
-    if not connection.call("has_collection", name):
-        return None
-    return Collection.current(connection, name, "Strong").collection
-
-
-def _drop_old(connection: Connection, name: str, made: str, before: str | None) -> None:
-    """Drop the collection that `made` replaced, and those of publications that were interrupted
-    more than a day ago; nothing if `made` was replaced itself.
-    """
-    if _current_name(connection, name) != made:
-        return
-    for collection in connection.call("list_collections"):
-        if collection != made and re.fullmatch(rf"{name}_[0-9a-f]{{12}}", collection):
-            with contextlib.suppress(GalleryCorruptError, GalleryNotFoundError):
-                facts = Collection.current(connection, collection, "Strong").facts
-                age = datetime.now(UTC) - datetime.fromisoformat(facts.created_at)
-                if collection == before or age > _ORPHAN_AGE:
-                    connection.call("drop_collection", collection)
-
-
-def _check_name(name: str) -> None:
+def check_name(name: str) -> None:
     if not _NAME.fullmatch(name):
         raise InvalidParameterError(
             f"{name!r:.160} is not a valid gallery name on Milvus. Use a letter, then up to 63 "
             "letters, digits and underscores. It must not end with an underscore and 12 hex digits."
         )
+
+
+def refuse_lists(key: str, attributes: Mapping[str, object]) -> None:
+    """Raise InvalidParameterError for list values, on which Milvus has no range filters."""
+    for name, value in attributes.items():
+        if isinstance(value, list | tuple):
+            raise InvalidParameterError(
+                f"Attribute {name!r} of {key!r:.200} has several values, which a gallery on Milvus "
+                "does not store. Give it one value, or import the gallery into a folder."
+            )
 
 
 def _check_bundle(facts: MilvusFacts, expected_id: str | None) -> None:

@@ -30,7 +30,12 @@ from kinlens.embedder.sources.names import by_key, spellings
 from kinlens.embedder.types import Embeddings, ItemId
 from kinlens.indexer.attributes import Schema
 from kinlens.indexer.exchange.milvus_filters import expression, one_of
-from kinlens.indexer.exchange.milvus_index import MilvusIndex, MilvusPlan, search_parameters
+from kinlens.indexer.exchange.milvus_index import (
+    MilvusIndex,
+    clusters_of,
+    index_parameters,
+    search_parameters,
+)
 from kinlens.indexer.filters.text import Where, as_filter
 from kinlens.indexer.types import Entry, Item, OnCall, unobserved
 
@@ -319,20 +324,21 @@ class Collection:
         """Store a new change mark, which changes the version."""
         self._alter({_CHANGE: uuid.uuid4().hex})
 
-    def make_index(self, plan: MilvusPlan, server: str) -> "Collection":
-        """Build the planned index and wait until it can be searched.
+    def make_index(self, kind: MilvusIndex, count: int) -> "Collection":
+        """Build the index of `count` vectors and wait until it can be searched.
 
-        Returns the collection with the facts of the index. Raises: PlanError if the server, of
-        version `server`, does not support it.
+        Returns the collection with the facts of the index. Raises: PlanError if the server does not
+        support it.
         """
         from pymilvus import MilvusClient
 
+        nlist = clusters_of(kind, count)
         params = MilvusClient.prepare_index_params()
-        params.add_index("vector", metric_type="IP", **plan.parameters)
+        params.add_index("vector", metric_type="IP", **index_parameters(kind, nlist))
         is_local = self.connection.is_local  # milvus-lite has one type, which 2.3 lacks
         params.add_index("number", index_type="INVERTED" if is_local else "STL_SORT")
         params.add_index("sha256", index_type="INVERTED" if is_local else "Trie")
-        if plan.kind != "flat":
+        if kind != "flat":
             self.connection.call("flush", self.collection, timeout_s=LONG_S)
         try:
             self.connection.call("create_index", self.collection, params, timeout_s=LONG_S)
@@ -340,11 +346,10 @@ class Collection:
             if not self.connection.call("has_collection", self.collection):
                 raise
             raise PlanError(
-                f"Milvus at {self.connection.uri}, version {server}, cannot build the index "
-                f"{plan.kind}: {str(error).partition(': ')[2]:.300} Choose another one with "
-                "--index."
+                f"Milvus at {self.connection.uri} cannot build the index {kind}: "
+                f"{str(error).partition(': ')[2]:.300} Choose another one with --index."
             ) from error
-        made = self._with_facts(index=plan.kind, nlist=plan.nlist)
+        made = self._with_facts(index=kind, nlist=nlist)
         made.load()
         return made
 

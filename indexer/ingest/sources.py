@@ -27,7 +27,7 @@ from kinlens.indexer.images import read_image
 from kinlens.indexer.ingest.tables import Row, read_rows, read_table
 from kinlens.values import AttributeValue
 
-_NO_KINDS: Schema = {}
+NO_KINDS: Schema = {}
 LIST = "list"
 """The first word in the description of a source that is a list."""
 
@@ -190,7 +190,7 @@ def folder_record(path: str, name: str = "") -> Record:
 def csv_source(
     file: Path | str,
     root: Path | str | None = None,
-    kinds: Schema = _NO_KINDS,
+    kinds: Schema = NO_KINDS,
     folder: Path | str | None = None,
 ) -> Source:
     """The rows of a CSV file with the columns `key` and `path`; other columns are attributes.
@@ -328,7 +328,7 @@ def split_source(
 
 
 def csv_changes(
-    file: Path | str, kinds: Schema = _NO_KINDS
+    file: Path | str, kinds: Schema = NO_KINDS
 ) -> tuple[str, dict[str, Mapping[str, AttributeValue | None]]]:
     """Attribute changes from a CSV file with the column `key`, or `product`; other columns are
     attributes. Returns the name of that column, and the changes by its values.

@@ -4,7 +4,7 @@ import errno
 import json
 import os
 import resource
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,13 @@ from kinlens.indexer.ingest.sources import Record, Source, folder_source
 from kinlens.indexer.types import Entry
 from tests.indexer.oracle import BUNDLE, DIM
 from tests.support.memory_disk import tmp_path, tmp_path_factory
-from tests.support.milvus_server import MilvusFile, MilvusServer, milvus_lite, milvus_server
+from tests.support.milvus_server import (
+    MilvusFile,
+    MilvusServer,
+    imported,
+    milvus_lite,
+    milvus_server,
+)
 from tests.support.seams import MilvusStore, options, set_fault_hook
 from tests.tiny import encoded, photo
 
@@ -98,7 +104,7 @@ def gallery(tmp_path: Path) -> Iterator[Gallery]:
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, embedder: CountingEmbedder) -> Callable[..., Result]:
     """Run the command line with a fake model."""
-    monkeypatch.setattr(options, "open_embedder", lambda *arguments: embedder)
+    monkeypatch.setattr(options.ModelOptions, "open", lambda *arguments: embedder)
     return lambda *arguments: CliRunner().invoke(app, [str(a) for a in arguments])
 
 
@@ -207,12 +213,10 @@ def small_files(limit: int) -> Iterator[None]:
 
 
 def published(
-    server: MilvusServer | MilvusFile, name: str, entries: Iterable[Entry] = (), **options: Any
+    server: MilvusServer | MilvusFile, name: str, entries: Sequence[Entry] = (), **options: Any
 ) -> MilvusStore:
     """A gallery on Milvus, with these entries as a new generation."""
-    return MilvusStore.publish(
-        server.uri, name, entries, **{"dim": DIM, "bundle_id": BUNDLE, **options}
-    )
+    return imported(server.uri, name, entries, **{"dim": DIM, "bundle_id": BUNDLE, **options})
 
 
 def milvus_client(server: MilvusServer | MilvusFile) -> Any:

@@ -66,7 +66,7 @@ from tests.tiny import encoded, photo
 @pytest.fixture(scope="module")
 def milvus_shop(milvus_server: MilvusServer) -> Iterator[MilvusStore]:
     """One gallery for all tests, since it takes seconds to make one."""
-    store = MilvusStore.publish(milvus_server.uri, "conformance", dim=DIM, bundle_id=BUNDLE)
+    store = published(milvus_server, "conformance")
     yield store
     store.close()
 
@@ -74,7 +74,7 @@ def milvus_shop(milvus_server: MilvusServer) -> Iterator[MilvusStore]:
 @pytest.fixture(scope="module")
 def lite_shop(milvus_lite: MilvusFile) -> Iterator[MilvusStore]:
     """The same in milvus-lite."""
-    store = MilvusStore.publish(milvus_lite.uri, "conformance", dim=DIM, bundle_id=BUNDLE)
+    store = published(milvus_lite, "conformance")
     yield store
     store.close()
 
@@ -715,8 +715,7 @@ def test_a_publication_that_fails_changes_nothing(store, milvus_server) -> None:
 
 
 @pytest.mark.milvus
-def test_a_large_gallery_gets_an_index_that_is_exact_on_demand(milvus_server, monkeypatch) -> None:
-    monkeypatch.setattr("kinlens.indexer.exchange.milvus_index.EXACT_BELOW", 100)
+def test_an_index_of_clusters_is_exact_on_demand(milvus_server) -> None:
     entries, queries = shop(2000), units(20, seed=9)  # below 1,024 rows Milvus makes no index
     with closing(published(milvus_server, "large", entries, index="ivf-flat")) as store:
         (collection,) = collections(milvus_server, "large")

@@ -1,6 +1,8 @@
 """The command line: usage, errors and help of every command, and a bundle that is real."""
 
 import json
+from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -80,10 +82,11 @@ def test_wrong_usage_exits_with_two(run, built, arguments: str, message: str) ->
 
 
 def test_a_device_that_is_not_there_is_an_error(run, shop, out, monkeypatch) -> None:
-    def refused(*arguments: object) -> None:
-        raise ProviderError(" ".join(map(str, arguments)))
+    def refused(asked: Any, bundle: Path) -> None:
+        given = (bundle, asked.device, asked.allow_cpu_fallback, asked.precision, asked.engine)
+        raise ProviderError(" ".join(map(str, given)))
 
-    monkeypatch.setattr(options, "open_embedder", refused)
+    monkeypatch.setattr(options.ModelOptions, "open", refused)
     arguments = ("build", shop, "--bundle", "b", "--out", out, "--device", "cuda")
     assert run(*arguments).stderr == "error: b cuda False fp32 auto\n"
     assert run(*arguments, "--allow-cpu-fallback").stderr == "error: b cuda True fp32 auto\n"

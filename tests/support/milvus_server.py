@@ -5,12 +5,16 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kinlens.indexer.exchange.milvus import MilvusStore
+from kinlens.indexer.exchange.milvus_load import import_to_milvus
+from kinlens.indexer.types import Entry, GalleryExport
 from tests.support.servers import free_port
 
 _TRIES = 3
@@ -156,6 +160,15 @@ def milvus_server(
 ) -> Iterator[MilvusServer]:
     """One server for the tests of a module; do not stop it."""
     yield from started_server(request, tmp_path_factory.mktemp("milvus"))
+
+
+def imported(
+    uri: str, name: str, entries: Sequence[Entry] = (), *, dim: int, bundle_id: str, **options: Any
+) -> MilvusStore:
+    """A gallery at this address, with these entries as a new generation."""
+    facts = {"name": name, "bundle_id": bundle_id}
+    dump = GalleryExport(facts, dim, len(entries), lambda: iter(entries))
+    return import_to_milvus(dump, uri, name, **options)
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from kinlens.embedder.fake import FakeEmbedder
 from kinlens.embedder.session import OnnxEmbedder
 from kinlens.service.commands.program import app as command
 from kinlens.service.settings import Settings
-from tests.support.milvus_server import MilvusServer, started_server
-from tests.support.seams import KeyStore, Limits, MilvusStore
+from tests.support.milvus_server import MilvusServer, imported, started_server
+from tests.support.seams import KeyStore, Limits
 from tests.support.servers import DEFAULTS, create_app, run
 from tests.support.shops import Shop, assert_problem
 
@@ -30,8 +30,7 @@ def server(
 
 
 def publish(server: MilvusServer, name: str, embedder: Any) -> None:
-    store = MilvusStore.publish(server.uri, name, dim=embedder.dim, bundle_id=embedder.bundle_id)
-    store.close()
+    imported(server.uri, name, dim=embedder.dim, bundle_id=embedder.bundle_id).close()
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,8 @@ import pytest
 
 from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.session import OnnxEmbedder
-from tests.support.milvus_server import MilvusServer, started_server
+from tests.support.milvus_server import MilvusServer, imported, started_server
 from tests.support.own_process import OwnProcess, own_process
-from tests.support.seams import MilvusStore
 from tests.support.servers import WAIT_S, render
 from tests.support.waiting import repeating, until
 from tests.tiny import encoded
@@ -61,9 +60,7 @@ def fleet(
     folder = tmp_path_factory.mktemp("fleet")
     embedder = OnnxEmbedder.open(tiny_bundle)
     for milvus in started_server(request, folder / "milvus"):
-        MilvusStore.publish(
-            milvus.uri, "shop", dim=embedder.dim, bundle_id=embedder.bundle_id
-        ).close()
+        imported(milvus.uri, "shop", dim=embedder.dim, bundle_id=embedder.bundle_id).close()
         with ExitStack() as stack:
             settings = {
                 "bundle": tiny_bundle.path,

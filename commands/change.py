@@ -1,7 +1,6 @@
 """kinlens-index update, remove, unremove, attributes: change the items of a gallery."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -15,59 +14,15 @@ from kinlens.embedder.sources.tables import PRODUCT
 from kinlens.indexer.attributes import DATE, Schema, parse_value
 from kinlens.indexer.filters.text import parse_filter
 from kinlens.indexer.filters.tree import Exists
-from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.ingest.products import changes_by_key
 from kinlens.indexer.ingest.sources import csv_changes
 from kinlens.indexer.ingest.tables import Typed, split_kind
-from kinlens.indexer.types import MILVUS
 from kinlens.values import AttributeType, AttributeValue
 
 app = typer.Typer()
 
 Action = Literal["drop", "retype"]
 KeysArgument = Annotated[list[str] | None, typer.Argument(metavar="KEY", help="Keys of items.")]
-
-
-@dataclass(frozen=True, slots=True)
-class Updated:
-    """Number of named items, and of those that changed."""
-
-    named: int
-    changed: int
-
-
-@dataclass(frozen=True, slots=True)
-class Removed:
-    """Number of removed items; with --dry-run, of items that match. `unknown` keys do not exist."""
-
-    removed: int
-    dry_run: bool
-    unknown: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Unremoved:
-    """Number of restored items. `left` are the keys that have a new item or no stored copy."""
-
-    restored: int
-    left: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Attribute:
-    """An attribute, and the number of items that have it."""
-
-    name: str
-    type: AttributeType
-    items: int
-
-
-@dataclass(frozen=True, slots=True)
-class Altered:
-    """An attribute that was dropped or converted, and the number of items that had it."""
-
-    name: str
-    items: int
 
 
 @app.command(
@@ -114,7 +69,7 @@ def update(
         if where:
             condition = parse_filter(where)
             named = store.page(0, 1, condition).total
-            report = Updated(named, store.update_where(condition, values))
+            changed = store.update_where(condition, values)
         else:
             if csv:
                 column, changes = csv_changes(csv, store.schema())
@@ -122,10 +77,11 @@ def update(
                 column = PRODUCT if product else "key"
                 changes = dict.fromkeys(product or keys or (), values)
             changes = changes_by_key(store, changes) if column == PRODUCT else changes
-            report = Updated(len(changes), store.update(changes))
-        print_report(report, json, f"{report.changed:,} of {report.named:,} items changed.")
+            named, changed = len(changes), store.update(changes)
+        report = {"named": named, "changed": changed}
+        print_report(report, json, f"{changed:,} of {named:,} items changed.")
         if not json:
-            for hint in _hints(values, assign if report.changed else None, schema):
+            for hint in _hints(values, assign if changed else None, schema):
                 err.print(hint, soft_wrap=True)
         stores.compact_if_due(store, False)
 
@@ -168,16 +124,20 @@ def remove(
     if sum(map(bool, (keys, where, keys_from))) != 1:
         raise typer.BadParameter("Pass exactly one of: keys, --where, --keys-from.")
     with stores.opened(gallery) as store:
+        unknown: list[str] = []
         if where:
-            report = _removed_where(store, where, dry_run)
+            condition = parse_filter(where)
+            count = store.page(0, 1, condition).total if dry_run else store.remove_where(condition)
         else:
-            chosen = keys or _keys_in(keys_from)
-            report = _removed_keys(store, list(dict.fromkeys(chosen)), dry_run)
-        verb = "would be removed" if report.dry_run else "removed"
-        text = f"{report.removed:,} items {verb}; {store.size:,} items in the gallery."
-        print_report(report, json, text)
-        if report.unknown and not json:
-            err.print(f"Not in the gallery: {_some(report.unknown)}", soft_wrap=True)
+            chosen = list(dict.fromkeys(keys or _keys_in(keys_from)))
+            known = store.stored(chosen)
+            unknown = [key for key in chosen if key not in known]
+            count = len(known) if dry_run else store.remove(chosen)
+        verb = "would be removed" if dry_run else "removed"
+        text = f"{count:,} items {verb}; {store.size:,} items in the gallery."
+        print_report({"removed": count, "dry_run": dry_run, "unknown": unknown}, json, text)
+        if unknown and not json:
+            err.print(f"Not in the gallery: {_some(unknown)}", soft_wrap=True)
         if not dry_run:
             stores.compact_if_due(store, no_compact)
 
@@ -195,19 +155,14 @@ def unremove(
     """
     if bool(keys) == bool(keys_from):
         raise typer.BadParameter("Pass either keys or --keys-from.")
-    if gallery.startswith(MILVUS):
-        raise InvalidParameterError(
-            f"{gallery} is on Milvus, which does not keep removed items. Add the items again."
-        )
-    with stores.opened(gallery) as store:
-        assert isinstance(store, Gallery)
+    with stores.in_folder(gallery, "does not keep removed items") as store:
         chosen = list(dict.fromkeys(keys or _keys_in(keys_from)))
         back = {item.key for item in store.restore(chosen)}
-        report = Unremoved(len(back), tuple(key for key in chosen if key not in back))
-        text = f"{report.restored:,} items restored; {store.size:,} items in the gallery."
-        print_report(report, json, text)
-        if report.left and not json:
-            err.print(f"Not restored: {_some(report.left)}", soft_wrap=True)
+        left = [key for key in chosen if key not in back]
+        text = f"{len(back):,} items restored; {store.size:,} items in the gallery."
+        print_report({"restored": len(back), "left": left}, json, text)
+        if left and not json:
+            err.print(f"Not restored: {_some(left)}", soft_wrap=True)
 
 
 @app.command(epilog="Example: kinlens-index attributes galleries/shop retype price number")
@@ -233,33 +188,25 @@ def attributes(
         raise typer.BadParameter(
             "Pass only the gallery, or drop NAME, or retype NAME text|number|boolean."
         )
-    with stores.opened(gallery) as store:
-        if name is None:
-            _print_attributes(store, json)
-            return
-        if not isinstance(store, Gallery):
-            raise InvalidParameterError(
-                f"{gallery} is on Milvus, where attributes keep their types. Import the gallery "
-                "into a folder, change it there, and import it again."
-            )
+    if name is None:
+        with stores.opened(gallery) as listed:
+            rows = [
+                {"name": each, "type": type_, "items": listed.page(0, 1, Exists(each)).total}
+                for each, type_ in listed.schema().items()
+            ]
+        lines = [f"{row['name']}  {row['type']}  {row['items']:,} items" for row in rows]
+        print_report(rows, json, *(lines or ["The items have no attributes."]))
+        return
+    with stores.in_folder(gallery, "keeps attributes as they are") as store:
         with progress(store.page(0, 1, Exists(name)).total, "Changing") as advance:
             if kind is None:
-                report = Altered(name, store.drop_attribute(name, advance))
-                text = f"{report.items:,} items had the attribute {name}."
+                items = store.drop_attribute(name, advance)
+                text = f"{items:,} items had the attribute {name}."
             else:
-                report = Altered(name, store.retype_attribute(name, kind, advance))
-                text = f"{report.items:,} values of {name} converted."
+                items = store.retype_attribute(name, kind, advance)
+                text = f"{items:,} values of {name} converted."
         stores.compact_if_due(store, False)
-        print_report(report, json, text)
-
-
-def _print_attributes(store: stores.Store, json: bool) -> None:
-    listed = [
-        Attribute(name, type_, store.page(0, 1, Exists(name)).total)
-        for name, type_ in store.schema().items()
-    ]
-    lines = [f"{each.name}  {each.type}  {each.items:,} items" for each in listed]
-    print_report(listed, json, *(lines or ["The items have no attributes."]))
+        print_report({"name": name, "items": items}, json, text)
 
 
 def assigned(
@@ -346,17 +293,3 @@ def _keys_in(file: Path | None) -> list[str]:
     if not keys:
         raise SourceError(f"{file} has no keys. Write one key per line.")
     return keys
-
-
-def _removed_keys(store: stores.Store, keys: list[str], dry_run: bool) -> Removed:
-    known = store.stored(keys)
-    unknown = tuple(key for key in keys if key not in known)
-    count = len(known) if dry_run else store.remove(keys)
-    return Removed(removed=count, dry_run=dry_run, unknown=unknown)
-
-
-def _removed_where(store: stores.Store, text: str, dry_run: bool) -> Removed:
-    where = parse_filter(text)
-    if not dry_run:
-        return Removed(removed=store.remove_where(where), dry_run=False)
-    return Removed(removed=store.page(0, 1, where).total, dry_run=True)

@@ -1,6 +1,5 @@
 """kinlens-index duplicates: find products that were photographed or listed twice."""
 
-from dataclasses import dataclass
 from typing import Annotated
 
 import typer
@@ -13,54 +12,13 @@ from kinlens.commands.console import (
     progress,
 )
 from kinlens.commands.options import JsonOption, StoreArgument
-from kinlens.embedder.errors import InvalidParameterError
 from kinlens.indexer.checks.duplicates import (
-    Cluster,
-    Floor,
-    Member,
     clusters_of,
     find_duplicates,
     members_of,
 )
-from kinlens.indexer.gallery import Gallery
-from kinlens.indexer.types import MILVUS
 
 app = typer.Typer()
-
-
-@dataclass(frozen=True, slots=True)
-class DuplicatesReport:
-    """Groups of near-duplicates, the largest first, with `items` items in all.
-
-    Attributes:
-        crowds: clusters that are too large for copies of a product; their items are in no group.
-        warning: why no item should be removed on the basis of its group; None if it may.
-        recall: of the index; 1 if all items were compared.
-    """
-
-    name: str
-    version: str
-    size: int
-    min_score: float
-    floor: Floor
-    recall: float
-    items: int
-    warning: str | None
-    crowds: list[Cluster]
-    groups: list[list[Member]]
-
-    def text(self) -> str:
-        """The report as a sentence."""
-        return (
-            f"Groups of near-duplicates: {len(self.groups):,}, with {self.items:,} of the "
-            f"{self.size:,} items of {self.name}; cosine at least {self.min_score:.5f}; "
-            f"recall {self.recall:.3f}."
-        )
-
-    def warnings(self) -> list[str]:
-        """The reasons for caution before an item is removed."""
-        about = [f"{one.detail} The first one: {one.examples[0].key}." for one in self.crowds]
-        return ([self.warning] if self.warning else []) + about
 
 
 @app.command(epilog="Example: kinlens-index duplicates galleries/shop --json > near.json")
@@ -78,37 +36,31 @@ def duplicates(
     as_json: JsonOption = False,
 ) -> None:
     """Find groups of items that probably show the same product. Exits with 1 if there are none."""
-    if gallery.startswith(MILVUS):
-        raise InvalidParameterError(
-            f"Near-duplicates can be found only in galleries in a folder; {gallery} is on "
-            f"Milvus. Copy it: kinlens-index import {gallery} --out FOLDER."
-        )
-    with stores.opened(gallery) as store:
-        assert isinstance(store, Gallery)
+    with stores.in_folder(gallery, "cannot search for near-duplicates") as store:
         with progress(store.size, "Comparing") as advance:
-            near = find_duplicates(
-                store,
-                min_score=min_score,
-                exact=exact,
-                on_progress=advance,
-            )
-            found = list(members_of(store, near.groups))
-            segment = None if exact else store.facts().segment
-            report = DuplicatesReport(
-                name=store.name,
-                version=store.version,
-                size=store.size,
-                min_score=near.min_score,
-                floor=near.floor,
-                recall=1.0 if segment is None else segment.recall,
-                items=sum(map(len, found)),
-                warning=near.warning,
-                crowds=list(clusters_of(store, near)),
-                groups=found,
-            )
-    first = [group[:SHOWN] for group in report.groups[:SHOWN]]
+            near = find_duplicates(store, min_score=min_score, exact=exact, on_progress=advance)
+        groups, clusters = list(members_of(store, near.groups)), list(clusters_of(store, near))
+        segment = None if exact else store.facts().segment
+        report = {
+            "name": store.name,
+            "version": store.version,
+            "size": store.size,
+            "min_score": near.min_score,
+            "floor": near.floor,
+            "recall": 1.0 if segment is None else segment.recall,
+            "items": sum(map(len, groups)),
+            "warning": near.warning,  # why no item should be removed because of its group
+            "crowds": clusters,  # clusters that are too large for copies of a product
+            "groups": groups,
+        }
+    first = [group[:SHOWN] for group in groups[:SHOWN]]
     lines = ["  ".join(f"{one.item.key} {one.score:.4f}" for one in group) for group in first]
-    print_report(
-        report, as_json, *lines, report.text(), *map("Warning: {}".format, report.warnings())
+    text = (
+        f"Groups of near-duplicates: {len(groups):,}, with {report['items']:,} of the "
+        f"{report['size']:,} items of {report['name']}; cosine at least {near.min_score:.5f}; "
+        f"recall {report['recall']:.3f}."
     )
-    exit_if_empty(not report.groups, f"No items of {report.name} are near-duplicates.")
+    warnings = [] if near.warning is None else [near.warning]
+    warnings += [f"{one.detail} The first one: {one.examples[0].key}." for one in clusters]
+    print_report(report, as_json, *lines, text, *map("Warning: {}".format, warnings))
+    exit_if_empty(not groups, f"No items of {report['name']} are near-duplicates.")

@@ -8,14 +8,19 @@ from pathlib import Path
 
 from kinlens.commands.console import err, progress
 from kinlens.embedder.bundle import Bundle
-from kinlens.embedder.errors import GalleryError, KinlensError, SourceError, disk_fault
+from kinlens.embedder.errors import (
+    GalleryError,
+    InvalidParameterError,
+    KinlensError,
+    SourceError,
+    disk_fault,
+)
 from kinlens.indexer.exchange.milvus import MilvusStore
 from kinlens.indexer.exchange.objects import REMOTE
-from kinlens.indexer.exchange.parquet import read_dump
 from kinlens.indexer.folder.layout import GalleryFolder
 from kinlens.indexer.folder.manifest import name_of
 from kinlens.indexer.gallery import Gallery
-from kinlens.indexer.ingest.foreign import Tables, files_of, is_foreign
+from kinlens.indexer.ingest.foreign import Tables, files_of, is_foreign, read_export
 from kinlens.indexer.ingest.shards import MANIFEST as SHARDS
 from kinlens.indexer.ingest.shards import VectorShards
 from kinlens.indexer.live.compaction import KEEP_REMOVED_S
@@ -47,6 +52,16 @@ def opened(
             uri, name, expected_bundle_id=bundle_id, image_root=image_root, token=milvus_token()
         )
     )
+
+
+def in_folder(text: str, lack: str) -> contextlib.closing[Gallery]:
+    """Open a gallery for what Milvus `lack`s. Raises: InvalidParameterError, GalleryError."""
+    if text.startswith(MILVUS):
+        raise InvalidParameterError(
+            f"{text} is on Milvus, which {lack}. Copy the gallery into a folder: kinlens-index "
+            f"import {text} --out FOLDER."
+        )
+    return contextlib.closing(Gallery.open(text))
 
 
 def compact_if_due(store: Store, no_compact: bool) -> None:
@@ -133,7 +148,7 @@ def content_of(
             yield GalleryExport(facts_of(store), store.dim, store.size, lambda: entries(scan()))
         return
     if not more and place.is_file() and not is_foreign(place):
-        yield read_dump(place)
+        yield read_export(place)
         return
     tables = tables_of(files_of(sources))
     yield _foreign(tables, bundle, model, image_root)

@@ -1,4 +1,4 @@
-"""Export and import a gallery as one Parquet file.
+"""Export a gallery as one Parquet file, which `kinlens.indexer.ingest.foreign` reads.
 
 - A row is an item with its vector. A row group has up to 10,000 rows, and one is in memory at a
   time.
@@ -22,7 +22,7 @@ from kinlens.embedder.errors import (
     GalleryWriteError,
     SourceError,
 )
-from kinlens.indexer.types import Entry, GalleryExport, Progress, VectorStore
+from kinlens.indexer.types import Entry, Progress, VectorStore
 from kinlens.values import AttributeValue
 
 VECTOR = "vector"
@@ -40,7 +40,7 @@ METADATA = "kinlens."
 """Prefix of the metadata of an export."""
 
 _ARROW_NAMES = {str: "string", int: "int64", float: "double", bool: "bool"}
-_CURE = "Export the gallery again, or take another copy of the file."
+_CURE = "Write it again, or take another copy of the file."
 
 
 def export_gallery(
@@ -91,19 +91,6 @@ def write_entries(out: Path, entries: Sequence[Entry], dim: int, facts: Mapping[
     with _writer(out, _schema(types, dim, facts)) as writer:
         if entries:
             writer.write_table(_table(entries, writer.schema))
-
-
-def read_dump(path: Path | str) -> GalleryExport:
-    """Open a file of `export_gallery`. Columns and facts are checked now, rows when they are read.
-
-    Raises: SourceError; EngineUnavailableError without pyarrow.
-    """
-    path = Path(path)
-    with damage_explained(path), contextlib.closing(_open(path)) as file:
-        schema, count = file.schema_arrow, file.metadata.num_rows
-        dim = _checked_dim(path, schema)
-        facts = _facts(path, schema, dim)
-    return GalleryExport(facts, dim, count, lambda: _entries(path))
 
 
 def load_pyarrow() -> Any:
@@ -190,97 +177,6 @@ def _writer(file: Path, schema: Any) -> Any:
     )
 
 
-def _open(path: Path) -> Any:
-    return load_pyarrow().parquet.ParquetFile(path, page_checksum_verification=True)
-
-
-def _checked_dim(path: Path, schema: Any) -> int:
-    """Check the columns; returns the dimension of the vectors. Raises: SourceError."""
-    pa = load_pyarrow()
-    missing = [name for name in (*TEXTS, VECTOR) if name not in schema.names]
-    if missing:
-        raise SourceError(
-            f"{path} has no column {missing[0]}. An export has the columns {', '.join(TEXTS)}, "
-            f"{VECTOR} and {ATTRIBUTE}NAME. Use a file of `kinlens-index export`."
-        )
-    for name in TEXTS:
-        if schema.field(name).type != pa.string():
-            raise SourceError(f"{path}: column {name} is {schema.field(name).type}, not string.")
-    vector = schema.field(VECTOR).type
-    if not pa.types.is_fixed_size_list(vector) or vector.value_type != pa.float32():
-        raise SourceError(f"{path}: column {VECTOR} is {vector}, not fixed_size_list<float>[dim].")
-    known = [_arrow_type(name) for name in _ARROW_NAMES.values()]
-    for field in schema:
-        is_struct = pa.types.is_struct(field.type)
-        found = [part.type for part in field.type] if is_struct else [field.type]
-        kinds = [kind.value_type if pa.types.is_list(kind) else kind for kind in found]
-        if field.name.startswith(ATTRIBUTE) and not all(
-            kind in known or pa.types.is_date(kind) or pa.types.is_timestamp(kind) for kind in kinds
-        ):
-            raise SourceError(
-                f"{path}: column {field.name} is {field.type}; an attribute is "
-                f"{', '.join(_ARROW_NAMES.values())}, a date or timestamp, a list of one of "
-                "these, or a struct of these. Convert the column."
-            )
-    return int(vector.list_size)
-
-
-def _facts(path: Path, schema: Any, dim: int) -> dict[str, str]:
-    pairs = {key.decode(): value.decode() for key, value in (schema.metadata or {}).items()}
-    facts = {
-        key.removeprefix(METADATA): value
-        for key, value in pairs.items()
-        if key.startswith(METADATA)
-    }
-    expected = {"schema": SCHEMA, "dim": str(dim)}
-    for name in ("name", "bundle_id", *expected):
-        if name not in facts:
-            raise SourceError(f"{path} has no {METADATA}{name} in its metadata. {_CURE}")
-        if facts[name] != expected.get(name, facts[name]):
-            raise SourceError(
-                f"{path}: {METADATA}{name} is {facts[name]!r}, expected {expected[name]}. {_CURE}"
-            )
-    return facts
-
-
-def _entries(path: Path) -> Iterator[Entry]:
-    """All rows. Invalid values such as NaN are refused later, by the gallery."""
-    row = 1
-    with damage_explained(path), contextlib.closing(_open(path)) as file:
-        for batch in file.iter_batches(ROWS):
-            _refuse_missing(path, batch, row)
-            flat = batch.column(VECTOR).flatten().to_numpy(zero_copy_only=False)
-            vectors = flat.reshape(batch.num_rows, -1)
-            texts = [batch.column(name).to_pylist() for name in TEXTS]
-            for (key, item_path, kind, sha256), vector, values in zip(
-                zip(*texts, strict=True), vectors, _attributes(batch), strict=True
-            ):
-                yield Entry(key, vector, sha256, values, item_path, kind)
-            row += batch.num_rows
-
-
-def _refuse_missing(path: Path, batch: Any, first: int) -> None:
-    for name in (*TEXTS, VECTOR):
-        column = batch.column(name)
-        if column.null_count:
-            row = first + int(np.argmax(np.asarray(column.is_null())))
-            raise SourceError(f"{path}: row {row:,} has no {name}. {_CURE}")
-
-
-def _attributes(batch: Any) -> list[dict[str, AttributeValue]]:
-    rows: list[dict[str, AttributeValue]] = [{} for _ in range(batch.num_rows)]
-    for column in batch.schema.names:
-        if column.startswith(ATTRIBUTE):
-            name = column.removeprefix(ATTRIBUTE)
-            for values, found in zip(rows, batch.column(column).to_pylist(), strict=True):
-                parts = found.values() if isinstance(found, dict) else (found,)
-                value = next((part for part in parts if part is not None), None)
-                value = tuple(value) if isinstance(value, list) else value
-                if value is not None:
-                    values[name] = value
-    return rows
-
-
 @contextlib.contextmanager
 def _write_errors_explained(out: Path) -> Iterator[None]:
     try:
@@ -293,8 +189,8 @@ def _write_errors_explained(out: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def damage_explained(path: Path, cure: str = _CURE) -> Iterator[None]:
-    """Translate the errors of pyarrow while it reads `path` into a SourceError with this advice."""
+def damage_explained(path: Path) -> Iterator[None]:
+    """Translate the errors of pyarrow while it reads `path` into a SourceError."""
     pa = load_pyarrow()
     try:
         yield
@@ -303,4 +199,4 @@ def damage_explained(path: Path, cure: str = _CURE) -> Iterator[None]:
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         reason = str(error).partition("\n")[0] or type(error).__name__
         kind = "Arrow" if path.suffix.lower() in (".arrow", ".feather") else "Parquet"
-        raise SourceError(f"{path} is not a valid {kind} file: {reason}. {cure}") from error
+        raise SourceError(f"{path} is not a valid {kind} file: {reason}. {_CURE}") from error

@@ -1,4 +1,4 @@
-"""Vectors of other programs: Parquet and Arrow tables, and NumPy arrays with keys.
+"""Vectors in files: exports, tables of other programs (Parquet, Arrow), and NumPy arrays with keys.
 
 A table has a column of keys and a column of vectors. Its other columns are attributes. Vectors are
 divided by their norm, so that their product is the cosine.
@@ -10,14 +10,22 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.lib.npyio import NpzFile
 
 from kinlens.embedder.errors import SourceError
 from kinlens.indexer.catalog.entries import ROUNDING, norms_of
-from kinlens.indexer.exchange.parquet import METADATA, damage_explained, load_pyarrow
+from kinlens.indexer.exchange.parquet import (
+    ATTRIBUTE,
+    METADATA,
+    SCHEMA,
+    TEXTS,
+    VECTOR,
+    damage_explained,
+    load_pyarrow,
+)
 from kinlens.indexer.ingest.tables import read_table
 from kinlens.indexer.types import Entry, GalleryExport
 from kinlens.values import AttributeValue
@@ -29,7 +37,15 @@ _ROWS = 4096
 _FORMATS = {".parquet": "parquet", ".pq": "parquet", ".arrow": "ipc", ".feather": "ipc"}
 _NUMPY = ".npy"
 _SUFFIXES = (*_FORMATS, _NUMPY)
-_CURE = "Write it again, or take another copy of the file."
+
+
+class _Columns(NamedTuple):
+    """The columns of a table: of keys, vectors and facts of images, and names of attributes."""
+
+    key: str
+    vector: str
+    image: Sequence[str]
+    attributes: Mapping[str, str]
 
 
 @dataclass(slots=True)
@@ -121,46 +137,49 @@ class Tables:
             raise SourceError(f"Cannot read the keys in {self.keys}: {reason}.") from error
 
     def _of_tables(self, facts: Mapping[str, str]) -> GalleryExport:
-        load_pyarrow()
-        import pyarrow.dataset
-
         first = self.files[0]
-        with damage_explained(first, _CURE):
-            table = pyarrow.dataset.dataset(
-                [str(file) for file in self.files], format=_FORMATS[first.suffix.lower()]
-            )
-            count = table.count_rows()
-        key, vector = self._key_of(table.schema), self._vector_of(table.schema)
-        image = [name for name in _IMAGE if name != key and name in table.schema.names]
+        with damage_explained(first):
+            schema = _dataset(self.files).schema
+        key, vector = self._key_of(schema), self._vector_of(schema)
+        image = [name for name in _IMAGE if name != key and name in schema.names]
         if not {"path", "sha256"} <= {*image}:
             image = []  # an image is returned only if its hash is known
-        columns = self.columns
-        if columns is None:
-            columns = [n for n in table.schema.names if n not in (key, vector, *image)]
-        for name in columns:
-            self._check_column(table.schema, name)
+        names = self.columns
+        if names is None:
+            names = [name for name in schema.names if name not in (key, vector, *image)]
+        return self._read(facts, _Columns(key, vector, image, {name: name for name in names}))
+
+    def _read(self, facts: Mapping[str, str], columns: "_Columns") -> GalleryExport:
+        first, key, vector = self.files[0], columns.key, columns.vector
+        with damage_explained(first):
+            table = _dataset(self.files)
+            count = table.count_rows()
+        for name in columns.attributes:
+            _check_column(first, table.schema, name)
 
         def batches() -> Iterator[Any]:
-            with damage_explained(first, _CURE):
-                wanted = list(dict.fromkeys([key, vector, *image, *columns]))
-                yield from table.to_batches(columns=wanted, batch_size=_ROWS)
+            wanted = list(dict.fromkeys([key, vector, *columns.image, *columns.attributes]))
+            with damage_explained(first):
+                for batch in table.to_batches(
+                    columns=wanted, batch_size=_ROWS, batch_readahead=1, fragment_readahead=1
+                ):
+                    if batch.num_rows:
+                        yield batch
 
         def entries() -> Iterator[Entry]:
             row = 1
             for batch in batches():
-                if not batch.num_rows:
-                    continue
                 keys = _keys(first, batch.column(key), key, row)
                 unit = self._units(first, _vectors(first, batch.column(vector), keys), keys)
-                rows = _rows(batch, columns)
-                images = _rows(batch, image)
+                rows = _rows(batch, columns.attributes)
+                images = _rows(batch, {name: name for name in columns.image})
                 for number, own in enumerate(keys):
                     yield Entry(own, unit[number], attributes=rows[number], **images[number])
                 row += batch.num_rows
 
         dim = table.schema.field(vector).type
         length = getattr(dim, "list_size", None) or next(
-            (len(b.column(vector)[0]) for b in batches() if b.num_rows and b.column(vector)[0]), 0
+            (len(b.column(vector)[0]) for b in batches() if b.column(vector)[0]), 0
         )
         if not length:
             raise SourceError(f"{first}: the column {vector} has no vector.")
@@ -209,29 +228,6 @@ class Tables:
             )
         return named[0]
 
-    def _check_column(self, schema: Any, name: str) -> None:
-        if name not in schema.names:
-            raise SourceError(
-                f"{self.files[0]} has no column {name}; its columns are {', '.join(schema.names)}."
-            )
-        types, kind = load_pyarrow().types, _plain(schema.field(name).type)
-        element = _plain(kind.value_type) if _is_list(kind) else kind
-        if not (
-            _is_text(element)
-            or any(
-                test(element)
-                for test in (
-                    *(types.is_integer, types.is_floating, types.is_boolean, types.is_null),
-                    *(types.is_decimal, types.is_date, types.is_timestamp),
-                )
-            )
-        ):
-            raise SourceError(
-                f"{self.files[0]}: the column {name} is {kind}. An attribute is a text, number, "
-                "boolean or date, or a list of these. Convert it, or name the columns to store "
-                "with --columns."
-            )
-
     def _units(self, file: Path, vectors: Any, keys: Sequence[str]) -> Any:
         """The vectors (N, D) with norm 1. Raises: SourceError naming the first wrong one."""
         given = np.asarray(vectors, np.float64)
@@ -244,8 +240,41 @@ class Tables:
             raise SourceError(
                 f"{file}: the vector of {keys[row]!r:.200} {fault}. Correct it, or remove the row."
             )
-        self.normalised += int((np.abs(norms - 1) > 100 * ROUNDING).sum())
-        return (given / norms[:, None]).astype(np.float32)
+        others = np.abs(norms - 1) > 100 * ROUNDING
+        self.normalised += int(others.sum())
+        return (given / np.where(others, norms, 1)[:, None]).astype(np.float32)
+
+
+def read_export(file: Path) -> GalleryExport:
+    """Open a file of `export_gallery`. Columns and facts are checked now, rows when they are read.
+
+    Raises: SourceError; EngineUnavailableError without pyarrow.
+    """
+    with damage_explained(file):
+        schema = load_pyarrow().parquet.read_schema(file)
+    for name in (*TEXTS, VECTOR):
+        if name not in schema.names:
+            raise SourceError(
+                f"{file} has no column {name}. An export has the columns {', '.join(TEXTS)}, "
+                f"{VECTOR} and {ATTRIBUTE}NAME. Use a file of `kinlens-index export`."
+            )
+    attributes = {name: name.removeprefix(ATTRIBUTE) for name in schema.names}
+    own = {name: own for name, own in attributes.items() if own != name}
+    pairs = {key.decode(): value.decode() for key, value in (schema.metadata or {}).items()}
+    facts = {
+        key.removeprefix(METADATA): value
+        for key, value in pairs.items()
+        if key.startswith(METADATA)
+    }
+    found = Tables([file])._read(facts, _Columns("key", VECTOR, _IMAGE, own))
+    expected = {"schema": SCHEMA, "dim": str(found.dim)}
+    for name in ("name", "bundle_id", *expected):
+        if facts.get(name) != expected.get(name, facts.get(name, "")):
+            raise SourceError(
+                f"{file}: {METADATA}{name} is {facts.get(name)!r}, expected "
+                f"{expected.get(name, 'a text')}. Export the gallery again."
+            )
+    return found
 
 
 def files_of(sources: Sequence[str]) -> list[Path]:
@@ -285,9 +314,44 @@ def is_foreign(file: Path) -> bool:
         raise _archive(file)
     if suffix in _SUFFIXES and _FORMATS.get(suffix) != "parquet":
         return True
-    with damage_explained(file, _CURE):
+    with damage_explained(file):
         schema = load_pyarrow().parquet.read_schema(file)
     return not any(name.startswith(METADATA.encode()) for name in schema.metadata or ())
+
+
+def _dataset(files: Sequence[Path]) -> Any:
+    load_pyarrow()
+    from pyarrow import dataset
+
+    kind: Any = _FORMATS.get(files[0].suffix.lower(), "parquet")
+    if kind == "parquet":
+        checked = dataset.ParquetFragmentScanOptions(page_checksum_verification=True)
+        kind = dataset.ParquetFileFormat(default_fragment_scan_options=checked)
+    return dataset.dataset([str(file) for file in files], format=kind)
+
+
+def _check_column(file: Path, schema: Any, name: str) -> None:
+    """Raise SourceError unless the values of a column can be attributes. Those of different types
+    are a struct in an export.
+    """
+    if name not in schema.names:
+        raise SourceError(
+            f"{file} has no column {name}; its columns are {', '.join(schema.names)}."
+        )
+    types, kind = load_pyarrow().types, _plain(schema.field(name).type)
+    is_struct = types.is_struct(kind) and name.startswith(ATTRIBUTE)
+    for part in [each.type for each in kind] if is_struct else [kind]:
+        element = _plain(part.value_type) if _is_list(part) else part
+        tests = (
+            *(types.is_integer, types.is_floating, types.is_boolean, types.is_null),
+            *(types.is_decimal, types.is_date, types.is_timestamp),
+        )
+        if not (_is_text(element) or any(test(element) for test in tests)):
+            raise SourceError(
+                f"{file}: the column {name} is {kind}. An attribute is a text, number, "
+                "boolean or date, or a list of these. Convert it, or name the columns to store "
+                "with --columns."
+            )
 
 
 def _plain(kind: Any) -> Any:
@@ -338,19 +402,22 @@ def _vectors(file: Path, column: Any, keys: Sequence[str]) -> Any:
     return flat.reshape(len(keys), -1)
 
 
-def _rows(batch: Any, columns: Sequence[str]) -> list[dict[str, Any]]:
+def _rows(batch: Any, names: Mapping[str, str]) -> list[dict[str, Any]]:
+    """The values of each row, by the new name of its column."""
     pa = load_pyarrow()
     rows: list[dict[str, Any]] = [{} for _ in range(batch.num_rows)]
-    for name in columns:
-        column = batch.column(name)
-        if pa.types.is_timestamp(column.type):  # Python has no nanoseconds
-            column = column.cast(pa.timestamp("us", column.type.tz), safe=False)
-        for row, found in zip(rows, column.to_pylist(), strict=True):
+    for column, name in names.items():
+        values = batch.column(column)
+        if pa.types.is_timestamp(values.type):  # Python has no nanoseconds
+            values = values.cast(pa.timestamp("us", values.type.tz), safe=False)
+        for row, found in zip(rows, values.to_pylist(), strict=True):
+            if isinstance(found, dict):  # values of different types, of which a row has one
+                found = next((part for part in found.values() if part is not None), None)
             is_list = isinstance(found, list)
-            values = [_value(value) for value in (found if is_list else [found])]
-            present = [value for value in values if value is not None]
+            parts = [_value(value) for value in (found if is_list else [found])]
+            present = [value for value in parts if value is not None]
             if present:
-                row[name] = present if is_list else present[0]
+                row[name] = tuple(present) if is_list else present[0]
     return rows
 
 

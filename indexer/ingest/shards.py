@@ -26,9 +26,10 @@ from kinlens.embedder.errors import SourceError
 from kinlens.embedder.programs.faults import file_fault
 from kinlens.embedder.sources.walk import Omitted, is_omitted
 from kinlens.indexer.exchange.objects import ObjectFolder, files_at, is_local
-from kinlens.indexer.exchange.parquet import read_dump, write_entries
+from kinlens.indexer.exchange.parquet import write_entries
 from kinlens.indexer.images import read_image
 from kinlens.indexer.ingest.embed import Failure
+from kinlens.indexer.ingest.foreign import read_export
 from kinlens.indexer.ingest.sources import Record, folder_records
 from kinlens.indexer.types import Entry, GalleryExport
 
@@ -182,7 +183,7 @@ class VectorShards:
                 name = f"{_PARTS}/{shard:06}.parquet"
                 self._files.download({name: part})
                 try:
-                    yield from read_dump(part).entries()
+                    yield from read_export(part).entries()
                 except SourceError as error:
                     raise SourceError(
                         f"{self.address}/{name} is damaged: {error} Remove it and run "

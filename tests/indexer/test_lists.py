@@ -19,11 +19,12 @@ from kinlens.calls import json_of
 from kinlens.embedder.errors import FilterError, InvalidParameterError, SourceError
 from kinlens.indexer.attributes import parse_value
 from kinlens.indexer.checks.verify import check_files
-from kinlens.indexer.exchange.parquet import export_gallery, read_dump
+from kinlens.indexer.exchange.parquet import export_gallery
 from kinlens.indexer.filters.text import parse_filter
 from kinlens.indexer.filters.tree import Equals, Filter, Range
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.ingest.build import import_gallery
+from kinlens.indexer.ingest.foreign import read_export
 from kinlens.indexer.ingest.sources import csv_changes, csv_source
 from kinlens.indexer.ingest.tables import parse_values, split_kind
 from kinlens.indexer.types import (
@@ -118,7 +119,7 @@ def test_lists_travel_through_parquet_and_csv(gallery, tmp_path) -> None:
     gallery.add(stock(60))
     file = tmp_path / "shop.parquet"
     export_gallery(gallery, file, {"name": "shop", "bundle_id": BUNDLE})
-    import_gallery(read_dump(file), tmp_path / "copy")
+    import_gallery(read_export(file), tmp_path / "copy")
     with closing(Gallery.open(tmp_path / "copy")) as copy:
         assert ids_of(copy).keys() == ids_of(gallery).keys()
         for mine, other in zip(gallery.items(), copy.items(), strict=True):
@@ -305,7 +306,7 @@ def test_dates_are_filtered_and_sorted_from_python_and_parquet(tmp_path) -> None
     )
     pq.write_table(stamped, tmp_path / "stamped.parquet")
     found = [
-        entry.attributes["added"] for entry in read_dump(tmp_path / "stamped.parquet").entries()
+        entry.attributes["added"] for entry in read_export(tmp_path / "stamped.parquet").entries()
     ]
     assert found[1:2] + found[3:] == TEXTS[1:2] + TEXTS[3:]
 

@@ -21,8 +21,9 @@ from kinlens.embedder.errors import (
     SourceError,
 )
 from kinlens.indexer.exchange import parquet as transfer
-from kinlens.indexer.exchange.parquet import export_gallery, read_dump
+from kinlens.indexer.exchange.parquet import export_gallery
 from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.ingest.foreign import read_export
 from kinlens.indexer.types import Entry, GalleryExport, Item
 from tests.indexer import oracle
 from tests.indexer.conftest import small_files
@@ -84,7 +85,7 @@ def written(path: Path, entries: Sequence[Entry]) -> Path:
 
 
 def read(path: Path) -> list[Entry]:
-    return list(read_dump(path).entries())
+    return list(read_export(path).entries())
 
 
 @pytest.fixture
@@ -107,9 +108,9 @@ def test_every_item_comes_back_with_the_types_of_its_attributes(file: Path) -> N
     for written_ones in (entries, []):
         written(file, written_ones)
         assert [typed(entry) for entry in read(file)] == [typed(entry) for entry in written_ones]
-    assert (read_dump(file).count, read_dump(file).dim) == (0, DIM)
+    assert (read_export(file).count, read_export(file).dim) == (0, DIM)
     written(file, made(3, price=[1.5], stock=[2]))
-    assert read_dump(file).facts == {**FACTS, "dim": "8", "schema": "1"}
+    assert read_export(file).facts == {**FACTS, "dim": "8", "schema": "1"}
     schema = pq.read_schema(file)  # any Parquet tool can read the columns
     assert schema.metadata[b"kinlens.name"] == b"shop"
     assert {field.name: str(field.type) for field in schema} == {
@@ -192,17 +193,14 @@ COLUMNS = ("key", "path", "format", "sha256", "vector")
 
 WRONG: list[tuple[str, Any, str]] = [
     *((name, None, f"no column {name}") for name in COLUMNS),
-    ("key", pa.array([1, 2, 3, 4]), "column key is int64, not string"),
-    ("vector", pa.array(ROWS, pa.list_(pa.float32())), "column vector is list"),
     ("vector", fixed([row[:4] for row in ROWS], 4), "kinlens.dim is '8', expected 4"),
     ("attribute.price", pa.array([[b"x"]] * 4), "attribute.price is list"),
     ("key", pa.array(["a", "b", None, "d"]), "row 3 has no key"),
-    ("vector", fixed([*ROWS[:2], None, ROWS[3]]), "row 3 has no vector"),
+    ("vector", fixed([*ROWS[:2], None, ROWS[3]]), "the vector of 'key 2' is missing"),
     ("key", pa.array(["a", "b", "c", "b"]), "'b'"),
     ("vector", fixed([*ROWS[:3], [float("nan")] * DIM]), "'key 3' has NaN"),
     ("vector", fixed([[None, *ROWS[0][1:]], *ROWS[1:]]), "'key 0' has NaN"),
-    ("vector", fixed([ROWS[0], [0.0] * DIM, *ROWS[2:]]), "'key 1' has norm 0"),
-    ("attribute.price", pa.array([1.0, 2.0, float("nan"), None]), "'price' of 'key 2': nan"),
+    ("vector", fixed([ROWS[0], [0.0] * DIM, *ROWS[2:]]), "'key 1' is zero"),
 ]
 
 
@@ -210,7 +208,7 @@ def test_a_wrong_column_or_row_is_named_and_the_existing_gallery_stays(tmp_path,
     import_gallery(dump(varied(10)), tmp_path / "shop")
     for name, values, reason in WRONG:
         with pytest.raises(KinlensError, match=reason):
-            import_gallery(read_dump(changed(file, **{name: values})), tmp_path / "shop")
+            import_gallery(read_export(changed(file, **{name: values})), tmp_path / "shop")
     with closing(Gallery.open(tmp_path / "shop")) as again:
         assert contents(again).keys() == {entry.key for entry in varied(10)}
 
@@ -223,7 +221,7 @@ def test_a_missing_fact_is_named(file: Path) -> None:
         facts.pop(f"kinlens.{fact}".encode())
         pq.write_table(table.replace_schema_metadata(facts), file)
         with pytest.raises(SourceError, match=rf"kinlens\.{fact}"):
-            read_dump(file)
+            read_export(file)
 
 
 def test_a_damaged_file_is_refused(file: Path) -> None:
@@ -235,7 +233,7 @@ def test_a_damaged_file_is_refused(file: Path) -> None:
             read(file)
     file.unlink()
     with pytest.raises(SourceError, match="is missing"):
-        read_dump(file)
+        read_export(file)
 
 
 def test_without_pyarrow_the_extra_is_named(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ turns; one query runs at a time, with the threads that each chooses, and returns
 An update changes one price, an addition inserts one item, and the next search finds it. A gallery
 has then synced the change to the disk; zvec does so at a `flush`, which is measured as well.
 
-They need `pip install zvec lancedb`. On 2 cores 100k takes minutes, 1m more than an hour.
+They need `pip install zvec lancedb`. On 2 cores 100k takes minutes, 1m three quarters of an hour.
 """
 
 import contextlib
@@ -88,6 +88,7 @@ def measured(folder: Path, n: int, dim: int, rounds: int) -> dict[str, dict[str,
             stores[name] = made[0]
             opened.callback(made[0].close)
             figures[name] = {"build, s": seconds, "effort": tuned(made[0], queries, truth)}
+            print(f"{name}: {figures[name]}", flush=True)
         for share, below in LIMITS.items():
             for name, store in stores.items():
                 found = [store.search(query, below) for query in queries]

@@ -19,6 +19,7 @@ from kinlens.training.folder import FREE_TO_RESUME, UNTRAINED, changes
 from kinlens.training.models.backbones import synchronize_batch_norm
 from kinlens.training.models.embedding import EmbeddingNet
 from kinlens.training.models.from_bundle import new_network
+from kinlens.training.models.stages import stages_of
 from kinlens.training.objective import Objective, TrainingStep
 from kinlens.training.own import require_sources, sources_of
 
@@ -159,21 +160,33 @@ def create_run(job: Job, classes: int) -> Run:
 
 
 def parameter_groups(job: Job, net: EmbeddingNet, objective: Objective) -> list[dict[str, Any]]:
-    """Groups for trunk, head, proxies (all of the loss) and flows, each with its own rate."""
+    """Groups for trunk, head, proxies (all of the loss) and flows, each with its own rate.
+
+    With `stage_decay` each stage of the trunk is a group. S stages, s of them from 0 on, have the
+    rates lr_trunk · decay^(S - 1 - s).
+    """
     rates = job.optimizer
     decay, own = rates.weight_decay, rates.weight_decay_criterion
     criterion_decay = decay if own is None else own
     losses = [objective.loss, objective.second_loss]
     flows = [net.flow, *objective.terms.values()]
-    members: list[tuple[str, float, float, list[Any]]] = [
-        ("trunk", rates.lr_trunk, decay, [net.trunk]),
-        ("head", rates.rate_of(rates.lr_head), decay, [net.pool, net.projection]),
-        ("proxies", rates.rate_of(rates.lr_proxies), criterion_decay, losses),
-        ("flows", rates.rate_of(rates.lr_flows), criterion_decay, flows),
+
+    def inside(*modules: nn.Module | None) -> list[nn.Parameter]:
+        return [p for module in modules if module is not None for p in module.parameters()]
+
+    trunk = [inside(net.trunk)]
+    if rates.stage_decay < 1 and not net.frozen_trunk:
+        trunk = stages_of(net.backbone, net.trunk)
+    factors = [rates.stage_decay ** (len(trunk) - 1 - s) for s in range(len(trunk))]
+    members: list[tuple[str, float, float, list[nn.Parameter]]] = [
+        *(("trunk", rates.lr_trunk * f, decay, x) for f, x in zip(factors, trunk, strict=True)),
+        ("head", rates.rate_of(rates.lr_head), decay, inside(net.pool, net.projection)),
+        ("proxies", rates.rate_of(rates.lr_proxies), criterion_decay, inside(*losses)),
+        ("flows", rates.rate_of(rates.lr_flows), criterion_decay, inside(*flows)),
     ]
     groups: list[dict[str, Any]] = []
-    for name, lr, weight_decay, modules in members:
-        found = [p for m in modules if m is not None for p in m.parameters() if p.requires_grad]
+    for name, lr, weight_decay, parameters in members:
+        found = [parameter for parameter in parameters if parameter.requires_grad]
         if found:
             group = {"name": name, "params": found, "lr": lr, "initial_lr": lr}
             groups.append({**group, "weight_decay": weight_decay})

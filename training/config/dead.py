@@ -80,6 +80,8 @@ def idle(job: Job) -> dict[str, str]:
             'batch norm has no statistics; set model.batch_norm = "train"',
         ),
         "model.views": (not model.frozen_trunk, "set model.frozen_trunk = true"),
+        "model.frozen_stages": (model.frozen_trunk, "set model.frozen_trunk = false"),
+        "optimizer.stage_decay": (model.frozen_trunk, "set model.frozen_trunk = false"),
         "input.min_crop_area": (job.input.crop == "fixed", 'set input.crop = "area"'),
         "sampling.per_class": (kind == "random", 'set sampling.kind = "balanced"'),
         "sampling.pairs": (kind in ("random", "balanced"), 'set sampling.kind = "paired"'),

@@ -123,6 +123,9 @@ class Model(Section):
     batch norm behaves the same under all four."""
     frozen_trunk: bool = False
     """Keep the weights of trunk and pooling, and train a head on cached features."""
+    frozen_stages: int = Field(0, ge=0)
+    """The first n stages of the trunk keep weights and batch norm; the layers before the blocks are
+    the first stage. Needs `mobilenet_v2`, `resnet50` or a network of timm that has stages."""
     views: int = Field(4, ge=1, le=64)
     """With `frozen_trunk`: views of each image. The first is the image as served, the others are
     random crops."""
@@ -261,6 +264,9 @@ class Optimizer(Section):
     1,000. The gradient is that of the whole batch; a step takes about a third longer. None: all."""
     lr_trunk: float = Field(1e-4, ge=0)
     """Learning rate of the trunk."""
+    stage_decay: float = Field(1.0, gt=0, le=1)
+    """The last stage of the trunk learns at `lr_trunk`, each stage before it at the rate of the
+    next one times this. Below 1 it needs a trunk with stages, see `model.frozen_stages`."""
     lr_head: Rate = 1e-4
     """Learning rate of the projection and of the exponent of the pooling `gem`."""
     lr_proxies: Rate = 1e-2

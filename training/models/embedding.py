@@ -5,6 +5,7 @@ Shapes: B images, S pixels a side, C channels of the trunk, D dimensions of an e
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -24,6 +25,7 @@ from kinlens.training.models.backbones import (
     fold_batch_norm,
     normalization_of,
 )
+from kinlens.training.models.stages import stages_of
 from kinlens.training.regularizers.flows import Chain, FlowOutput, build_flow
 
 GEM_START = 3.0
@@ -163,11 +165,14 @@ class EmbeddingNet(nn.Module):
         self.batch_norm = model.batch_norm
         self.backbone = model.backbone
         self.frozen_trunk = model.frozen_trunk
+        self.frozen_stages = model.frozen_stages
         for norm in self._fixed_norms():
             norm.requires_grad_(self.batch_norm == "statistics")
         if self.frozen_trunk:
             self.trunk.requires_grad_(False)
             self.pool.requires_grad_(False)
+        for parameter in self._of_frozen_stages():
+            parameter.requires_grad_(False)
         self._freeze()
 
     def pooled(self, images: Tensor) -> Tensor:
@@ -215,7 +220,7 @@ class EmbeddingNet(nn.Module):
                 self(torch.zeros(1, 3, side, side, dtype=torch.uint8, device=device))
 
     def train(self, mode: bool = True) -> "EmbeddingNet":
-        """Set the mode as torch does, but keep frozen batch norm in evaluation mode."""
+        """Set the mode as torch does, but keep what is frozen in evaluation mode."""
         super().train(mode)
         self._freeze()
         return self
@@ -231,6 +236,22 @@ class EmbeddingNet(nn.Module):
             self.trunk.eval()
         for norm in self._fixed_norms():
             norm.eval()
+        frozen = set(self._of_frozen_stages())
+        for module in self.trunk.modules():
+            own = set(module.parameters())
+            if own and own <= frozen:
+                module.eval()
+
+    def _of_frozen_stages(self) -> list[nn.Parameter]:
+        if self.frozen_stages == 0:
+            return []
+        stages = stages_of(self.backbone, self.trunk)
+        if self.frozen_stages >= len(stages):
+            raise JobError(
+                f"model.frozen_stages = {self.frozen_stages}, and {self.backbone} has "
+                f"{len(stages)} stages. Lower it, or set model.frozen_trunk = true."
+            )
+        return list(chain.from_iterable(stages[: self.frozen_stages]))
 
     def _fixed_norms(self) -> list[nn.Module]:
         if self.batch_norm not in ("frozen", "statistics"):

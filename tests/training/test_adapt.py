@@ -83,26 +83,30 @@ def test_features_depend_on_content_trunk_and_size_alone(tmp_path: Path, weights
     images = load_split(job.data).train
     net, store = new_network(job), FeatureStore(tmp_path / "features.sqlite")
 
-    def features(spec: Input = job.input) -> tuple[torch.Tensor, bool]:
-        """The features, and whether any of them was computed."""
+    def features(spec: Input = job.input) -> tuple[torch.Tensor, list[int]]:
+        """The features, and how many there were after each batch that was computed."""
         made: list[int] = []
         runtime = Runtime(workers=0, device="cpu")
         found = pooled_views(net, images, spec, runtime, 2, store, lambda n, _: made.append(n))
-        return found, bool(made)
+        return found, made
 
-    first, is_made = features()
-    assert is_made
+    first, made = features()
+    assert made
     assert first.shape == (len(images), 2, net.channels)
     path = images.root / images.paths[0]
     path.rename(path.with_suffix(".old"))
     shutil.copy(path.with_suffix(".old"), path)  # another file of the same content
-    again, is_made = features()
-    assert not is_made
+    again, made = features()
+    assert not made
     assert torch.equal(again, first)
     assert features(job.input.model_copy(update={"resize_px": 40}))[1]
+    varied, made = features(job.input.model_copy(update={"colour": 0.4}))
+    assert made[0] > len(images)  # those as served are at hand
+    assert torch.equal(varied[:, 0], first[:, 0])
+    assert not torch.isclose(varied[:, 1], first[:, 1]).all(dim=1).any()
     next(net.trunk.parameters()).data.mul_(1.5)
-    other, is_made = features()
-    assert is_made
+    other, made = features()
+    assert made
     assert not torch.equal(other, first)
 
 

@@ -5,7 +5,7 @@ Shapes: N images, V views an image, C channels of the trunk.
 
 import hashlib
 import sqlite3
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -20,8 +20,17 @@ from torch.utils.data import Dataset
 from kinlens.embedder.errors import DatasetError
 from kinlens.embedder.machine import cache_folder
 from kinlens.embedder.preprocess import preprocess, to_chw
+from kinlens.training.config.job import TEACHER, expand_path
 from kinlens.training.config.settings import TIMM, Input, Runtime
-from kinlens.training.data.images import ImageFiles, Index, Item, batches, build_loader, random_view
+from kinlens.training.data.images import (
+    EvaluationImages,
+    ImageFiles,
+    Index,
+    Item,
+    batches,
+    build_loader,
+    random_view,
+)
 from kinlens.training.data.records import LabelledImages, content_digest
 from kinlens.training.distributed import local_world
 from kinlens.training.models.embedding import EmbeddingNet, evaluating
@@ -34,6 +43,7 @@ Computed = Callable[[int, int], None]
 _BATCH = 64
 _LARGEST = 2 * 10**9  # bytes of the file: 400,000 views of MobileNetV2
 _AUGMENTATIONS = ("augment", "colour", "blur_px", "jpeg_quality", "erase")
+_DEFAULTS = {name: Input.model_fields[name].default for name in _AUGMENTATIONS}
 _FORMAT = "2"  # increase it when features of the same image and trunk change
 
 
@@ -55,6 +65,17 @@ class CachedFeatures(Dataset[Item]):
         epoch, number, view = index
         rng = np.random.default_rng((self.seed, epoch, number, view))
         return self.pooled[number, int(rng.integers(self.pooled.shape[1]))], self.labels[number]
+
+
+class WithTeacher(Dataset[Item]):
+    """Items of `views`, each with the row of its image in `taught` (N, T) after its label."""
+
+    def __init__(self, views: Dataset[Item], taught: Tensor) -> None:
+        self.views = views
+        self.taught = taught
+
+    def __getitem__(self, index: Index) -> Item:
+        return (*self.views[index], self.taught[index[1]])
 
 
 class FeatureStore:
@@ -128,33 +149,92 @@ def pooled_views(
     Raises: DatasetError naming an image that cannot be read.
     """
     store = store or FeatureStore(cache_folder() / "features.sqlite")
-    base = _digest(net, spec)
+    plain = spec.model_copy(update={name: _DEFAULTS[name] for name in _AUGMENTATIONS})
+    served, varied = _digest(net, plain), _digest(net, spec)
     contents = [content_digest(images.root / path) for path in images.paths]
     wanted = [(number, view) for number in range(len(images)) for view in range(views)]
     keys = {
-        index: hashlib.sha256(base + contents[index[0]] + bytes([index[1]])).digest()
-        for index in wanted
+        (number, view): hashlib.sha256(
+            (varied if view else served) + contents[number] + bytes([view])
+        ).digest()
+        for number, view in wanted
     }
-    found = store.get([*keys.values()])
-    missing = [index for index in wanted if keys[index] not in found]
     device = next(net.trunk.parameters()).device
     dataset = _Views(images, spec, contents)
+    # The two kinds of views have different sizes.
+    parts = [[index for index in wanted if (index[1] > 0) == varies] for varies in (False, True)]
+
+    def pooled(pixels: Tensor) -> Vectors:
+        found: Vectors = net.pooled(pixels.to(device)).float().cpu().numpy()
+        return found
+
     with evaluating(net), torch.inference_mode():
-        for of_training in (False, True):  # the two have different sizes
-            part = [index for index in missing if (index[1] > 0) == of_training]
-            if not part:  # start no processes without work
-                continue
-            order = [part[start : start + _BATCH] for start in range(0, len(part), _BATCH)]
-            loader = build_loader(dataset, cast(Any, order), runtime, device, 0, local_world())
-            for indices, (pixels, _) in zip(order, batches(loader), strict=True):
-                vectors = net.pooled(pixels.to(device)).float().cpu().numpy()
-                made = [keys[index] for index in indices]
-                store.put(made, vectors)
-                found |= zip(made, vectors, strict=True)
-                if computed is not None:
-                    computed(len(found), len(wanted))
-    rows = np.stack([found[keys[index]] for index in wanted])
+        rows = _cached(store, keys, parts, dataset, pooled, runtime, device, computed)
     return torch.from_numpy(rows.reshape(len(images), views, -1))
+
+
+def taught_by(
+    teacher: str,
+    images: LabelledImages,
+    runtime: Runtime,
+    store: FeatureStore | None = None,
+    computed: Computed | None = None,
+) -> Tensor:
+    """The embeddings (N, T) of images by the bundle in the folder `teacher`, on the CPU.
+
+    Raises: BundleError if it cannot be opened; DatasetError naming an image that cannot be read.
+    """
+    from kinlens.embedder.session import OnnxEmbedder  # here, as few runs have a teacher
+
+    embedder = OnnxEmbedder.open(expand_path(teacher, TEACHER))
+    base = hashlib.sha256(f"{_FORMAT} teacher {embedder.bundle_id}".encode()).digest()
+    contents = [content_digest(images.root / path) for path in images.paths]
+    keys = {
+        number: hashlib.sha256(base + content).digest() for number, content in enumerate(contents)
+    }
+    dataset = EvaluationImages(images, embedder.bundle.manifest.preprocessing)
+    rows = _cached(
+        store or FeatureStore(cache_folder() / "features.sqlite"),
+        keys,
+        [[*keys]],
+        dataset,
+        lambda pixels: embedder.embed(pixels.numpy()),
+        runtime,
+        torch.device("cpu"),
+        computed,
+    )
+    return torch.from_numpy(rows)
+
+
+def _cached(
+    store: FeatureStore,
+    keys: Mapping[Any, bytes],
+    parts: Sequence[Sequence[Any]],
+    dataset: Dataset[Item],
+    compute: Callable[[Tensor], Vectors],
+    runtime: Runtime,
+    device: torch.device,
+    computed: Computed | None,
+) -> Vectors:
+    """The vector of each key, of an index of `dataset`; those that are missing are stored.
+
+    `parts` are the indices whose images have one size.
+    """
+    found = store.get([*keys.values()])
+    for part in parts:
+        missing = [index for index in part if keys[index] not in found]
+        if not missing:  # start no processes without work
+            continue
+        order = [missing[start : start + _BATCH] for start in range(0, len(missing), _BATCH)]
+        loader = build_loader(dataset, cast(Any, order), runtime, device, 0, local_world())
+        for indices, (pixels, _) in zip(order, batches(loader), strict=True):
+            vectors = compute(pixels)
+            made = [keys[index] for index in indices]
+            store.put(made, vectors)
+            found |= zip(made, vectors, strict=True)
+            if computed is not None:
+                computed(len(found), len(keys))
+    return np.stack([found[key] for key in keys.values()])
 
 
 class _Views(ImageFiles):
@@ -177,8 +257,7 @@ def _digest(net: EmbeddingNet, spec: Input) -> bytes:
     """Digest of all that determines a feature except the image."""
     trunk = f"{net.backbone} {version('timm')}" if net.backbone.startswith(TIMM) else net.backbone
     # Without augmentations the keys are those of version 0.2.
-    known = Input.model_fields
-    off = {name for name in _AUGMENTATIONS if getattr(spec, name) == known[name].default}
+    off = {name for name in _AUGMENTATIONS if getattr(spec, name) == _DEFAULTS[name]}
     given = spec.model_dump_json(exclude=off)
     settings = f"{_FORMAT} {trunk} {net.pool.kind} {given}"
     if spec.augment is not None:

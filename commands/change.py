@@ -16,7 +16,7 @@ from kinlens.indexer.filters.text import parse_filter
 from kinlens.indexer.filters.tree import Exists
 from kinlens.indexer.ingest.products import changes_by_key
 from kinlens.indexer.ingest.sources import csv_changes
-from kinlens.indexer.ingest.tables import Typed, split_kind
+from kinlens.indexer.ingest.tables import Typed, read_keys, split_kind
 from kinlens.values import AttributeType, AttributeValue
 
 app = typer.Typer()
@@ -284,12 +284,7 @@ def _some(keys: Sequence[str]) -> str:
 
 
 def _keys_in(file: Path | None) -> list[str]:
-    try:
-        lines = (file or Path()).read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise SourceError(f"Cannot read the keys in {file}: {reason}.") from error
-    keys = [line.strip() for line in lines if line.strip()]
+    keys = [key.strip() for key in read_keys(file or Path()) if key.strip()]
     if not keys:
         raise SourceError(f"{file} has no keys. Write one key per line.")
     return keys

@@ -28,7 +28,6 @@ from kinlens.indexer.ingest.parts import (
     begun_shards,
     embed_on_ray,
     embed_part,
-    shards_report,
 )
 from kinlens.indexer.ingest.shards import VectorShards
 
@@ -94,21 +93,31 @@ def embed(
         for count in _run(shards, own, bundle, session, ray, batch_size) if missing else ():
             embedded += count
             advance(count)
-    report, manifest = shards_report(shards, embedded), shards.manifest
-    if not report.missing:
-        refuse_unreadable(manifest.source, report.images, report.failures)
+    manifest, missing = shards.manifest, shards.missing()
+    failures = tuple(shards.failures())
+    report = {
+        "images": manifest.images,
+        "embedded": embedded,
+        "items": manifest.images - manifest.images_in(missing) - len(failures),
+        "shards": manifest.shards,
+        "missing": len(missing),
+        "failures": failures,
+        "bundle_id": manifest.bundle_id,
+    }
+    if not missing:
+        refuse_unreadable(manifest.source, manifest.images, failures)
     text = (
-        f"{out}: {report.items:,} vectors of {report.images:,} images in {report.shards:,} "
-        f"files ({report.embedded:,} images now). "
+        f"{out}: {report['items']:,} vectors of {manifest.images:,} images in {manifest.shards:,} "
+        f"files ({embedded:,} images now). "
     )
     text += (
-        f"{report.missing:,} files are missing: run the other parts."
-        if report.missing
+        f"{len(missing):,} files are missing: run the other parts."
+        if missing
         else f"Build a gallery: kinlens-index build --vectors {out} --out GALLERY"
     )
-    skipped = (*manifest.faults, *report.failures)
-    failures = failure_lines(skipped, report.images, "(--json lists all of them)")
-    print_report(report, json, *manifest.omitted, text, *failures)
+    skipped = (*manifest.faults, *failures)
+    lines = failure_lines(skipped, manifest.images, "(--json lists all of them)")
+    print_report(report, json, *manifest.omitted, text, *lines)
     faults = manifest.faults if own.number == 1 else ()
     exit_with_skipped((*faults, *shards.failures(own.shards(shards))))
 

@@ -7,16 +7,12 @@ from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
-import numpy as np
 import typer
-from numpy.lib.format import read_array
 
 from kinlens.embedder.engines.models import OPENVINO, PROVIDERS, SessionSettings
-from kinlens.embedder.errors import InvalidParameterError
 from kinlens.embedder.machine import core_count
 from kinlens.embedder.manifest import AskedEngine, AskedPrecision
 from kinlens.embedder.session import Embedder, OnnxEmbedder
-from kinlens.embedder.types import Embeddings
 from kinlens.indexer.index.index_types import Device, IndexKind
 from kinlens.indexer.index.plan import IndexSettings
 from kinlens.indexer.ingest.embed import EmbedSettings
@@ -163,25 +159,3 @@ def place_of(embedder: Embedder) -> str:
     return f"on {device} in {embedder.mode.precision}" + (
         "" if reason == "asked for" else f" ({reason})"
     )
-
-
-def read_vectors(file: Path) -> Embeddings:
-    """The vectors in a .npy file: (Q, D), or one (D,). Raises: InvalidParameterError."""
-    try:
-        with file.open("rb") as stream:
-            vectors = read_array(stream, allow_pickle=False)
-    except OSError as error:
-        reason = error.strerror or error
-        raise InvalidParameterError(f"Cannot read the vectors in {file}: {reason}.") from error
-    except (ValueError, EOFError) as error:
-        raise InvalidParameterError(
-            f"{file} is not a .npy file of numbers. Write it with numpy.save(file, vectors)."
-        ) from error
-    if vectors.dtype.kind not in "fiu" or vectors.ndim not in (1, 2):
-        raise InvalidParameterError(
-            f"{file} contains {vectors.dtype} {vectors.shape}; expected float32 vectors of shape "
-            "(D,) or (Q, D)."
-        )
-    if not vectors.size:
-        raise InvalidParameterError(f"{file} contains no vectors: its shape is {vectors.shape}.")
-    return np.atleast_2d(vectors).astype(np.float32)

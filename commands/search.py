@@ -18,7 +18,6 @@ from kinlens.commands.options import (
     StoreArgument,
     WhereOption,
     grouped,
-    read_vectors,
 )
 from kinlens.embedder import explain as where
 from kinlens.embedder.calibration import CANDIDATES
@@ -29,6 +28,7 @@ from kinlens.embedder.types import Embeddings, Hit
 from kinlens.indexer.filters.text import parse_filter
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.images import ANY_SIZE
+from kinlens.indexer.ingest.foreign import read_vectors
 from kinlens.indexer.types import (
     Group,
     Grouping,
@@ -62,16 +62,6 @@ class Found:
     facets: Sequence[Mapping[str, Mapping[str, Any]]] | None = None
     probabilities: Sequence[Sequence[float]] | None = None
     no_match_probability: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """The form of the result of each query."""
-
-    k: int
-    wanted: SearchOptions
-    grouping: Grouping | None
-    facets: Sequence[str]
 
 
 @app.command(
@@ -166,24 +156,22 @@ def search(
         sort_by=sort_by_of(sort_by) if sort_by else None,
     )
     grouping = Grouping(group_by, group_size) if group_by else None
-    shape = Shape(k, wanted, grouping, facets.split(",") if facets else [])
     expected = None if embedder is None else embedder.bundle_id
     with stores.opened(gallery, bundle_id=expected, device=index_device or "cpu") as store:
         if like:
-            found = _found_like(store, like, unlike or [], shape)
+            queries, wanted = _like(store, like, unlike or [], wanted)
         elif image and embedder:
             embedder = fitted(store, embedder)
-            vectors = embedder.embed(read_pixels(image, embedder)[1][None])
-            found = _found(store, vectors, shape)
-            calibrated: Calibrated | str = "Galleries on Milvus are not calibrated"
-            if isinstance(store, Gallery):
-                known = embedder.calibration, embedder.no_calibration
-                calibrated = choose(Calibrator(store).stored(), *known)
-            if not isinstance(calibrated, str):
-                [best] = store.search(vectors, CANDIDATES, SearchOptions(exact=exact))
-                found = _with_probabilities(found, calibrated, prior, best, group_by or "")
+            queries = embedder.embed(read_pixels(image, embedder)[1][None])
         else:
-            found = _found(store, read_vectors(vector or Path()), shape)
+            queries = read_vectors(vector or Path()).astype(np.float32)
+        found = _found(store, queries, k, wanted, grouping, facets.split(",") if facets else [])
+        if image and embedder and isinstance(store, Gallery):
+            known = embedder.calibration, embedder.no_calibration
+            calibrated = choose(Calibrator(store).stored(), *known)
+            if not isinstance(calibrated, str):
+                [best] = store.search(queries, CANDIDATES, SearchOptions(exact=exact))
+                found = _with_probabilities(found, calibrated, prior, best, group_by or "")
     print_report(found, json, *_lines(found))
     exit_if_empty(
         not any(found.groups or found.hits or ()),
@@ -255,32 +243,32 @@ def _check_usage(
         raise typer.BadParameter("--unlike needs at least one --like.")
 
 
-def _found(store: VectorStore, queries: Embeddings, shape: Shape) -> Found:
-    found, wanted = Found(store.name, store.version), shape.wanted
-    if shape.facets:
-        counts = [store.facets(shape.facets, query[None], wanted) for query in queries]
+def _like(
+    store: VectorStore, like: Sequence[str], unlike: Sequence[str], wanted: SearchOptions
+) -> tuple[Embeddings, SearchOptions]:
+    """The query for items like some and unlike others, and the options that exclude these."""
+    liked, disliked = (np.array([e.vector for e in store.entries(keys)]) for keys in (like, unlike))
+    known = store.stored([*like, *unlike]).values()
+    others = replace(wanted, exclude=frozenset(item.id for item in known))
+    return combined_query(liked, disliked)[None], others
+
+
+def _found(
+    store: VectorStore,
+    queries: Embeddings,
+    k: int,
+    wanted: SearchOptions,
+    grouping: Grouping | None,
+    facets: Sequence[str],
+) -> Found:
+    found = Found(store.name, store.version)
+    if facets:
+        counts = [store.facets(facets, query[None], wanted) for query in queries]
         described = [{name: one.described() for name, one in each.items()} for each in counts]
         found = replace(found, facets=described)
-    if shape.grouping is None:
-        return replace(found, hits=store.search(queries, shape.k, wanted))
-    return replace(found, groups=store.search_groups(queries, shape.k, shape.grouping, wanted))
-
-
-def _found_like(
-    store: VectorStore, like: Sequence[str], unlike: Sequence[str], shape: Shape
-) -> Found:
-    if shape.grouping is None and not shape.facets:
-        hits = store.search_like(like, unlike, shape.k, shape.wanted)
-        return Found(store.name, store.version, hits=[hits])
-    liked, disliked = _vectors(store, like), _vectors(store, unlike)
-    known = store.stored([*like, *unlike]).values()
-    wanted = replace(shape.wanted, exclude=frozenset(item.id for item in known))
-    return _found(store, combined_query(liked, disliked)[None], replace(shape, wanted=wanted))
-
-
-def _vectors(store: VectorStore, keys: Sequence[str]) -> Embeddings:
-    rows = [entry.vector for entry in store.entries(keys)]
-    return np.stack(rows) if rows else np.empty((0, store.dim), np.float32)
+    if grouping is None:
+        return replace(found, hits=store.search(queries, k, wanted))
+    return replace(found, groups=store.search_groups(queries, k, grouping, wanted))
 
 
 def _with_probabilities(

@@ -205,7 +205,17 @@ def publish(
     snapshots with kinlens-serve --gallery NAME=ADDRESS.
     """
     interval_s = None if every is None else _seconds(every)
-    report = _publish(gallery, address, with_images, image_root, take_over)
+    with contextlib.closing(Gallery.open(gallery, load_index=False)) as opened:
+        size = opened.size
+    with progress(size, "Publishing") as advance:
+        report = publish_snapshot(
+            gallery,
+            address,
+            with_images=with_images,
+            image_root=image_root,
+            take_over=take_over,
+            on_progress=advance,
+        )
     print_report(report, json, _text(report))
     checked_at = time.monotonic()
     with contextlib.suppress(KeyboardInterrupt):
@@ -214,7 +224,15 @@ def publish(
             # Retry images that could not be read before.
             is_due = with_images and time.monotonic() - checked_at > _IMAGE_RETRY_S
             checked_at = time.monotonic() if is_due else checked_at
-            _publish_again(gallery, address, is_due, image_root, json)
+            try:
+                report = publish_snapshot(
+                    gallery, address, with_images=is_due, image_root=image_root
+                )
+            except GalleryError as error:  # the next interval tries again
+                err.print(str(error), soft_wrap=True)
+                continue
+            if report.uploaded_bytes:
+                print_report(report, json, _text(report))
 
 
 def _imported_into(
@@ -233,38 +251,6 @@ def _imported_into(
             items=store.size,
             generation=store.generation,
         )
-
-
-def _publish(
-    gallery: Path, address: str, with_images: bool, image_root: Path | None, take_over: bool
-) -> PublishReport:
-    with contextlib.closing(Gallery.open(gallery, load_index=False)) as opened:
-        size = opened.size
-    with progress(size, "Publishing") as advance:
-        return publish_snapshot(
-            gallery,
-            address,
-            with_images=with_images,
-            image_root=image_root,
-            take_over=take_over,
-            on_progress=advance,
-        )
-
-
-def _publish_again(
-    gallery: Path, address: str, with_images: bool, image_root: Path | None, json: bool
-) -> None:
-    """Publish the changes, with images if they were published before.
-
-    Errors are printed only, so the next interval retries.
-    """
-    try:
-        report = publish_snapshot(gallery, address, with_images=with_images, image_root=image_root)
-    except GalleryError as error:
-        err.print(str(error), soft_wrap=True)
-        return
-    if report.uploaded_bytes:
-        print_report(report, json, _text(report))
 
 
 def _seconds(text: str) -> float:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
+import numpy as np
 import typer
 
 from kinlens.commands import stores
@@ -20,14 +21,12 @@ from kinlens.commands.options import (
     StoreArgument,
     VectorTypeOption,
     grouped,
-    read_vectors,
 )
 from kinlens.embedder.errors import PlanError
 from kinlens.embedder.types import SHORT
-from kinlens.indexer.checks.stats import StoreStats, gallery_stats, store_stats
+from kinlens.indexer.checks.stats import stats_of
 from kinlens.indexer.checks.verify import (
     VerifyReport,
-    VerifySettings,
     sample_size,
     size_of,
     verify_gallery,
@@ -35,8 +34,9 @@ from kinlens.indexer.checks.verify import (
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.index.index_types import IndexKind
 from kinlens.indexer.index.plan import IndexSettings, Plan, plan_index
+from kinlens.indexer.ingest.foreign import read_vectors
 from kinlens.indexer.live.compaction import CompactReport
-from kinlens.indexer.types import MILVUS, VectorType
+from kinlens.indexer.types import VectorType
 from kinlens.quality.calibration import GalleryCalibration
 from kinlens.quality.calibrator import Calibrator
 from kinlens.quality.golden import GoldenSet
@@ -148,14 +148,10 @@ def plan(
 @app.command(epilog="Example: kinlens-index stats galleries/shop --json")
 def stats(gallery: StoreArgument, json: JsonOption = False) -> None:
     """Show facts about a gallery: size, index, disk and attributes."""
-    facts: StoreStats
-    if gallery.startswith(MILVUS):
-        with stores.opened(gallery) as store:
-            facts = store_stats(store)
-    else:
-        facts = gallery_stats(gallery)
+    with stores.opened(gallery) as store:
+        facts = stats_of(store)
     lines = []
-    for name, value in facts.model_dump().items():
+    for name, value in facts.items():
         shown = ", ".join(f"{k} {v:,}" for k, v in value.items()) if name in _TABLES else value
         lines.append(f"{name.replace('_', ' '):16} {'-' if shown is None else shown}")
     print_report(facts, json, *lines)
@@ -224,11 +220,18 @@ def verify(
     vectors; pass vectors of your users' queries to measure the recall that they get.
     """
     embedder = model.open(bundle) if bundle else None
-    vectors = None if queries is None else read_vectors(queries)
-    settings = VerifySettings(sample, image_root, vectors, target_recall)
+    vectors = None if queries is None else read_vectors(queries).astype(np.float32)
     GoldenSet(gallery).check()
     with progress(sample_size(size_of(gallery), sample), "Searching") as advance:
-        report = verify_gallery(gallery, embedder, settings, advance)
+        report = verify_gallery(
+            gallery,
+            embedder,
+            sample=sample,
+            image_root=image_root,
+            queries=vectors,
+            target_recall=target_recall,
+            on_progress=advance,
+        )
     print_report(report, json, *_verified(report))
     if not report.is_good:
         raise typer.Exit(1)

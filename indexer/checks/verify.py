@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -27,8 +26,7 @@ from kinlens.indexer.live.snapshot import open_segment
 from kinlens.indexer.types import SAME_SCORE, Ids, Item, Progress, Scores, SearchOptions
 from kinlens.values import values_in
 
-K = 10
-"""Number of neighbours with which recall is measured."""
+_K = 10  # neighbours with which recall is measured
 
 _EXACT = SearchOptions(exact=True)
 
@@ -97,19 +95,11 @@ def size_of(path: Path | str) -> int:
         return view.state().size
 
 
-@dataclass(frozen=True, slots=True)
-class Recall:
-    """Fraction of the true `k` nearest neighbours of `queries` vectors that a search finds."""
-
-    value: float
-    queries: int
-    k: int
-
-
 def measured_recall(
     gallery: Gallery, queries: Embeddings, own: Sequence[int] | None = None
-) -> Recall:
-    """Recall at 10 of `queries` (Q, D).
+) -> float | None:
+    """Fraction of the true 10 nearest neighbours of `queries` (Q, D) that a search finds; None if
+    there are none.
 
     own: the item of each query, which does not count; None if they belong to no items.
 
@@ -117,11 +107,10 @@ def measured_recall(
     """
     truth, found = (_scores(gallery, queries, own, options) for options in (_EXACT, None))
     if not truth.size:
-        return Recall(1.0, len(queries), 0)
+        return None
     worst = np.where(np.isfinite(truth), truth, np.inf).min(axis=1, keepdims=True)
     hits = int(((found >= worst - SAME_SCORE) & np.isfinite(found)).sum())
-    part = min(1.0, hits / int(np.isfinite(truth).sum()))
-    return Recall(part, len(queries), truth.shape[1])
+    return min(1.0, hits / int(np.isfinite(truth).sum()))
 
 
 def _scores(
@@ -129,27 +118,10 @@ def _scores(
 ) -> Scores:
     """Scores (Q, k) of other items. If an item did not find itself, its worst hit is dropped."""
     if own is None:
-        return gallery.nearest(queries, K, options)[0]
-    scores, ids = gallery.nearest(queries, K + 1, options)
+        return gallery.nearest(queries, _K, options)[0]
+    scores, ids = gallery.nearest(queries, _K + 1, options)
     others = np.where((ids == np.array(own)[:, None]) | (ids < 0), -np.inf, scores)
     return -np.sort(-others, axis=1)[:, :-1]
-
-
-@dataclass(frozen=True, slots=True)
-class VerifySettings:
-    """Settings of a check.
-
-    Attributes:
-        sample: number of items; None for all, or 1,000 of a large gallery.
-        image_root: current folder of the images; None for that of the gallery.
-        queries: vectors (Q, D) to measure recall with; None for stored vectors.
-        target_recall: None for the target of the index.
-    """
-
-    sample: int | None = None
-    image_root: Path | None = None
-    queries: Embeddings | None = None
-    target_recall: float | None = None
 
 
 class Problem(BaseModel, frozen=True):
@@ -188,8 +160,12 @@ class VerifyReport(BaseModel, frozen=True):
 def verify_gallery(
     path: Path | str,
     embedder: Embedder | None = None,
-    settings: VerifySettings | None = None,
-    on_progress: Progress | None = None,
+    *,
+    sample: int | None = None,
+    image_root: Path | None = None,
+    queries: Embeddings | None = None,
+    target_recall: float | None = None,
+    on_progress: Progress = lambda _: None,
 ) -> VerifyReport:
     """Check all files, whether each item of a sample finds itself or an equal item, and recall.
 
@@ -197,36 +173,51 @@ def verify_gallery(
     from the file to the result. Otherwise the stored vectors are the queries, which does not detect
     vectors that belong to other items or images.
 
+    Args:
+        sample: number of items; None for all, or 1,000 of a large gallery.
+        image_root: current folder of the images; None for that of the gallery.
+        queries: vectors (Q, D) to measure recall with; None for stored vectors.
+        target_recall: None for the target of the index.
+
     Raises: GalleryCorruptError for a damaged file; GalleryError if the gallery cannot be opened or
         belongs to another bundle; InvalidParameterError for queries of the wrong shape.
     """
-    settings = settings or VerifySettings()
-    if settings.queries is not None:  # fail before the work, which may take hours
+    if queries is not None:  # fail before the work, which may take hours
         dim = read_manifest(GalleryFolder(path).current()).dim
-        check_search(1, SearchOptions(), dim, settings.queries)
+        check_search(1, SearchOptions(), dim, queries)
     check_files(path)
     expected = None if embedder is None else embedder.bundle_id
     with contextlib.closing(
-        Gallery.open(path, expected_bundle_id=expected, image_root=settings.image_root)
+        Gallery.open(path, expected_bundle_id=expected, image_root=image_root)
     ) as gallery:
         if embedder is not None:
             embedder = fitted(gallery, embedder)
-        ids = sampled(gallery.ids(), settings.sample)
+        ids = sampled(gallery.ids(), sample)
         problems: list[Problem] = []
-        checked = 0
+        checked, own = 0, None
         for start in range(0, len(ids), CHUNK):
             chunk = ids[start : start + CHUNK].tolist()
             items, vectors = gallery.items_at(chunk)
             problems += _check(gallery, items, vectors, embedder)
             checked += len(items)
-            if on_progress is not None:
-                on_progress(len(chunk))
-        queries, own = settings.queries, None
+            on_progress(len(chunk))
         if queries is None:
             items, queries = gallery.items_at(ids[:_SAMPLE].tolist())
             own = [item.id for item in items]
-        recall = measured_recall(gallery, queries, own)
-        return _report(gallery, embedder, settings, checked, problems, recall)
+        recall, facts = measured_recall(gallery, queries, own), gallery.facts()
+    segment = facts.segment
+    return VerifyReport(
+        name=facts.name,
+        version=facts.version,
+        size=facts.size,
+        checked=checked,
+        from_images=embedder is not None,
+        problems=tuple(problems),
+        index="" if segment is None else segment.kind,
+        recall=recall,
+        recall_queries=len(queries),
+        target_recall=target_recall or (1.0 if segment is None else segment.target_recall),
+    )
 
 
 def sampled(ids: Ids, sample: int | None = None) -> Ids:
@@ -318,28 +309,3 @@ def _not_first(
                     f"({own_score:.6f})."
                 )
     return faults
-
-
-def _report(
-    gallery: Gallery,
-    embedder: Embedder | None,
-    settings: VerifySettings,
-    checked: int,
-    problems: Sequence[Problem],
-    recall: Recall,
-) -> VerifyReport:
-    facts = gallery.facts()
-    segment = facts.segment
-    index_target = 1.0 if segment is None else segment.target_recall
-    return VerifyReport(
-        name=facts.name,
-        version=facts.version,
-        size=facts.size,
-        checked=checked,
-        from_images=embedder is not None,
-        problems=tuple(problems),
-        index="" if segment is None else segment.kind,
-        recall=recall.value if recall.k else None,
-        recall_queries=recall.queries,
-        target_recall=settings.target_recall or index_target,
-    )

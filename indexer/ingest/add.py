@@ -19,7 +19,6 @@ from kinlens.indexer.ingest.embed import (
     EmbedSettings,
     Failure,
     Outcome,
-    embedded_batch,
     embedded_batches,
     entry_of_outcome,
     failure_of,
@@ -30,22 +29,18 @@ from kinlens.indexer.ingest.sources import Source, check_attributes
 from kinlens.indexer.types import Item, Progress, VectorStore, Written
 
 KEPT = "The gallery keeps its existing item with this key."
-_CHANGED = "The file was changed while it was read. Run the same command again."
+_CHANGED = "The gallery or the file was changed meanwhile. Run the same command again."
 _REMOVAL_BATCH = 10_000
 
 
-class AddReport(BaseModel, frozen=True):
-    """Result of `add_source`: found = added + replaced + updated + unchanged + failures.
+class IngestReport(BaseModel, frozen=True):
+    """Result of reading a source with `found` images, of which `failures` were skipped.
 
-    `embedded` is the number of contents that the model embedded; for the other images the gallery
-    already had a vector. `omitted` counts the files that are no images, by kind.
+    `embedded` is the number of contents that the model embedded. `omitted` counts the files that
+    are no images, by kind.
     """
 
     found: int
-    added: int
-    replaced: int
-    updated: int
-    unchanged: int
     embedded: int
     failures: tuple[Failure, ...]
     omitted: dict[str, int] = {}
@@ -53,6 +48,18 @@ class AddReport(BaseModel, frozen=True):
     provider: str
     elapsed_s: float
     images_per_s: float
+
+
+class AddReport(IngestReport, frozen=True):
+    """Result of `add_source`: found = added + replaced + updated + unchanged + failures.
+
+    For images that were not embedded, the gallery already had a vector.
+    """
+
+    added: int
+    replaced: int
+    updated: int
+    unchanged: int
 
 
 def add_source(
@@ -76,23 +83,10 @@ def add_source(
     embedder = fitting(gallery, embedder)
     check_root(gallery, source)
     check_attributes(source, gallery.schema(), Retypable.of(gallery))
-    start = perf_counter()
     work = Ingest(gallery, source, embedder, source.names)
     work.run(settings or EmbedSettings(), on_progress)
     refuse_unreadable(source.description, work.found, work.failures)
-    faults = faults_of(source)
-    elapsed_s = perf_counter() - start
-    return AddReport(
-        found=work.found + len(faults),
-        **asdict(work.written),
-        embedded=work.embedded,
-        failures=(*faults, *work.failures),
-        omitted=source.omitted.counts,
-        bundle_id=embedder.bundle_id,
-        provider=embedder.provider,
-        elapsed_s=round(elapsed_s, 3),
-        images_per_s=round(work.found / max(elapsed_s, 1e-9), 2),
-    )
+    return AddReport(**work.report().model_dump(), **asdict(work.written))
 
 
 def check_image_root(gallery: VectorStore) -> None:
@@ -135,6 +129,7 @@ class Ingest:
     embedded: int = 0
     reused: int = 0
     failures: list[Failure] = field(default_factory=list)
+    started: float = field(default_factory=perf_counter)
 
     def run(self, settings: EmbedSettings, on_progress: Progress | None = None) -> None:
         """Process the whole source. Raises: the errors of `add_source`."""
@@ -143,6 +138,20 @@ class Ingest:
                 self._take(batch)
                 if on_progress is not None:
                     on_progress(len(batch.outcomes))
+
+    def report(self) -> IngestReport:
+        """What was done so far."""
+        faults, elapsed_s = faults_of(self.source), perf_counter() - self.started
+        return IngestReport(
+            found=self.found + len(faults),
+            embedded=self.embedded,
+            failures=(*faults, *self.failures),
+            omitted=self.source.omitted.counts,
+            bundle_id=self.embedder.bundle_id,
+            provider=self.embedder.provider,
+            elapsed_s=round(elapsed_s, 3),
+            images_per_s=round(self.found / max(elapsed_s, 1e-9), 2),
+        )
 
     def _known(self, sha256s: Sequence[str]) -> set[str]:
         known = self.gallery.contents(sha256s)
@@ -180,14 +189,8 @@ class Ingest:
             stored |= reused
         self.embedded += len(made.keys() - stored.keys())
         vectors = {**made, **stored}
-        lost = [outcome for outcome in changed if outcome.sha256 not in vectors]
-        if lost:  # another process removed these contents since
-            records = [outcome.record for outcome in lost]
-            again = embedded_batch(self.source, records, self.embedder, lambda _: ()).vectors
-            vectors |= again
-            self.embedded += len(again)
-        for outcome in lost:
-            if outcome.sha256 not in vectors:
+        for outcome in changed:
+            if outcome.sha256 not in vectors:  # another process has removed this content since
                 self._fail(replace(outcome, failure=_CHANGED), False)
         return vectors
 

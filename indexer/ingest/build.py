@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from time import perf_counter
 from typing import TypeVar
 
 import numpy as np
@@ -24,7 +23,6 @@ from kinlens.embedder.durable import discard, sync_tree, write_whole
 from kinlens.embedder.errors import (
     GalleryCorruptError,
     GalleryError,
-    GalleryNotFoundError,
     InvalidParameterError,
 )
 from kinlens.embedder.session import Embedder
@@ -40,9 +38,9 @@ from kinlens.indexer.folder.manifest import (
 )
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.index.plan import ITEM_DISK_BYTES, IndexSettings, Plan, plan_index
-from kinlens.indexer.ingest.add import Ingest, UnlistedItems
-from kinlens.indexer.ingest.embed import EmbedSettings, Failure, faults_of, refuse_unreadable
-from kinlens.indexer.ingest.rebuild import LaterWrites, numbered, numbers_of
+from kinlens.indexer.ingest.add import Ingest, IngestReport, UnlistedItems
+from kinlens.indexer.ingest.embed import EmbedSettings, refuse_unreadable
+from kinlens.indexer.ingest.rebuild import LaterWrites, begun, numbered, numbers_of
 from kinlens.indexer.ingest.sources import Source, check_attributes
 from kinlens.indexer.types import Entry, GalleryExport, Ids, Progress, VectorType, checked_name
 from kinlens.values import AttributeValue
@@ -55,28 +53,19 @@ Report = TypeVar("Report", bound=BaseModel)
 _KEPT = "Finished work is kept, and the same command continues it."
 
 
-class BuildReport(BaseModel, frozen=True):
+class BuildReport(IngestReport, frozen=True):
     """Result of a build: indexed = embedded + reused + duplicates, found = indexed + failures.
 
     `reused` items have the vector of an interrupted run or of the gallery that is replaced;
     `duplicates` are copies of other images. `carried` counts the items that were written or removed
-    meanwhile, in addition. `omitted` counts the files that are no images, by kind.
-    `bundle` is the folder of the model.
+    meanwhile, in addition. `bundle` is the folder of the model.
     """
 
-    found: int
     indexed: int
-    embedded: int
     reused: int
     duplicates: int
-    failures: tuple[Failure, ...]
     carried: int = 0
-    omitted: dict[str, int] = {}
     bundle: str = ""
-    bundle_id: str
-    provider: str
-    elapsed_s: float
-    images_per_s: float
     generation: str = ""
 
 
@@ -136,30 +125,29 @@ def build_gallery(
         source=source.description,
         source_root=str(source.root),
     )
-    started = perf_counter()
     with folder.building(), _draft(folder, manifest, "build") as draft:
-        try:
-            check_attributes(source, draft.gallery.schema())
-        except InvalidParameterError:
-            _without_attributes(draft.gallery)
         with disk_errors_explained(folder.path, _KEPT):
             _check_space(folder.path, needed_mb(plan, draft.gallery.size))
         unlisted = UnlistedItems(draft.gallery)
-        old = draft.old if _is_reusable(draft.old, manifest) else None
+        old, same = draft.old, ("bundle_id", "precision", "dim")
+        if old is None or any(getattr(old, name) != getattr(manifest, name) for name in same):
+            old = None  # its vectors are others than those of the new one
+        elif old.vector_type not in ("fp32", manifest.vector_type):
+            old = None
         work = Ingest(draft.gallery, source, embedder, unlisted=unlisted, old=old)
         work.run(settings.embed, on_progress)
         refuse_unreadable(source.description, work.found, work.failures)
-        report = _report(work, settings.bundle, perf_counter() - started)
+        counts = asdict(work.written)
+        indexed = sum(counts.values())
+        reused = counts["unchanged"] + counts["updated"] + work.reused
+        report = BuildReport(
+            **work.report().model_dump(),
+            indexed=indexed,
+            reused=reused,
+            duplicates=indexed - reused - work.embedded,
+            bundle="" if settings.bundle is None else str(settings.bundle.resolve()),
+        )
         return draft.publish(unlisted, settings.index, report, on_indexed)
-
-
-def _is_reusable(old: Gallery | None, manifest: GalleryManifest) -> bool:
-    """Whether the vectors of the gallery that is replaced are those that the new one would get."""
-    return old is not None and (
-        (old.bundle_id, old.precision, old.dim)
-        == (manifest.bundle_id, manifest.precision, manifest.dim)
-        and old.vector_type in ("fp32", manifest.vector_type)
-    )
 
 
 class ImportReport(BaseModel, frozen=True):
@@ -178,7 +166,7 @@ def import_gallery(
     out: Path | str,
     name: str | None = None,
     settings: IndexSettings | None = None,
-    on_progress: Progress | None = None,
+    on_progress: Progress = lambda _: None,
     vector_type: VectorType = "fp32",
     on_indexed: Progress | None = None,
 ) -> ImportReport:
@@ -207,15 +195,11 @@ def import_gallery(
     )
     folder = GalleryFolder(out)
     with folder.building(), _draft(folder, manifest, "import") as draft:
-        was_begun = draft.gallery.size > 0
-        try:
-            unlisted = _filled(draft.gallery, dump, on_progress)
-        except InvalidParameterError:
-            if not was_begun:
-                raise
-            # The conflict may be with attribute types of another interrupted import: drop them.
-            _without_attributes(draft.gallery)
-            unlisted = _filled(draft.gallery, dump, None)
+        unlisted, entries = UnlistedItems(draft.gallery), dump.entries()
+        while part := list(islice(entries, _CHUNK)):
+            unlisted.mark_listed(draft.gallery.stored([entry.key for entry in part]).values())
+            draft.gallery.add(part)
+            on_progress(len(part))
         report = ImportReport(
             name=manifest.name,
             bundle_id=manifest.bundle_id,
@@ -224,16 +208,6 @@ def import_gallery(
             generation="",
         )
         return draft.publish(unlisted, settings, report, on_indexed)
-
-
-def _filled(gallery: Gallery, dump: GalleryExport, on_progress: Progress | None) -> UnlistedItems:
-    unlisted, entries = UnlistedItems(gallery), dump.entries()
-    while part := list(islice(entries, _CHUNK)):
-        unlisted.mark_listed(gallery.stored([entry.key for entry in part]).values())
-        gallery.add(part)
-        if on_progress is not None:
-            on_progress(len(part))
-    return unlisted
 
 
 class _Carried(LaterWrites):
@@ -273,11 +247,6 @@ class _Carried(LaterWrites):
         assert self._had is not None
         noted = json.dumps([*self._build, self._seq, self._last, self._given]).encode()
         write_whole(self._began, noted + b"\n" + self._had.tobytes(), "draft")
-
-    @staticmethod
-    def can_follow(old: Gallery, manifest: GalleryManifest) -> bool:
-        """Whether a gallery with this manifest can take the vectors of `old`."""
-        return (old.bundle_id, old.dim) == (manifest.bundle_id, manifest.dim)
 
     def catch_up(self, made: Gallery, on_progress: Progress | None = None) -> int:
         if self._given is None:
@@ -418,11 +387,16 @@ def _draft(folder: GalleryFolder, manifest: GalleryManifest, operation: str) -> 
         stack = contextlib.ExitStack()
         staging = stack.enter_context(folder.draft(key))
     with stack:
-        gallery = _opened(staging, manifest)
+        gallery = begun(staging.path, manifest)
         gallery.when_full = "grow"
         stack.callback(gallery.close)
-        old, later = stack.enter_context(_replaced(folder)), None
-        if old is not None and _Carried.can_follow(old, manifest):
+        _forget_attributes(gallery)
+        old = later = None
+        with contextlib.suppress(GalleryError):  # there is none, or it is damaged
+            old = stack.enter_context(
+                contextlib.closing(Gallery.open(folder.path, load_index=False))
+            )
+        if old is not None and (old.bundle_id, old.dim) == (manifest.bundle_id, manifest.dim):
             with disk_errors_explained(folder.path, _KEPT):
                 later = stack.enter_context(
                     contextlib.closing(_Carried(old, staging.path, manifest))
@@ -438,42 +412,8 @@ def _draft(folder: GalleryFolder, manifest: GalleryManifest, operation: str) -> 
             raise
 
 
-@contextlib.contextmanager
-def _replaced(folder: GalleryFolder) -> Iterator[Gallery | None]:
-    """The gallery that is replaced; None if there is none, or it is damaged."""
-    try:
-        old = Gallery.open(folder.path, load_index=False)
-    except GalleryError:
-        yield None
-        return
-    with contextlib.closing(old):
-        yield old
-
-
-def _opened(staging: GalleryFolder, manifest: GalleryManifest) -> Gallery:
-    try:
-        gallery = Gallery.open(staging.path, load_index=False)
-        same = ("bundle_id", "precision", "vector_type", "dim")
-        if all(getattr(gallery, name) == getattr(manifest, name) for name in same):
-            return gallery
-        gallery.close()
-        discard(staging.path)
-    except GalleryNotFoundError:
-        pass
-    except GalleryCorruptError:
-        discard(staging.path)
-    return Gallery.create(
-        staging.path,
-        name=manifest.name,
-        bundle_id=manifest.bundle_id,
-        precision=manifest.precision,
-        vector_type=manifest.vector_type,
-        dim=manifest.dim,
-    )
-
-
-def _without_attributes(gallery: Gallery) -> None:
-    """Drop the attributes of an interrupted run, whose types conflict with the current ones."""
+def _forget_attributes(gallery: Gallery) -> None:
+    """Drop the attributes of an interrupted run, whose types may conflict with the current ones."""
     items = gallery.items()
     while part := list(islice(items, _CHUNK)):
         gallery.update({item.key: dict.fromkeys(item.attributes) for item in part})
@@ -484,27 +424,6 @@ def needed_mb(plan: Plan, written: int = 0) -> float:
     """Disk space in MiB that a build needs if `written` of its items are already stored."""
     part = min(plan.n, written) / plan.n
     return plan.disk_mb - part * (plan.mapped_mb + plan.n * ITEM_DISK_BYTES / 2**20)
-
-
-def _report(work: Ingest, bundle: Path | None, elapsed_s: float) -> BuildReport:
-    counts = asdict(work.written)
-    indexed = sum(counts.values())
-    reused = counts["unchanged"] + counts["updated"] + work.reused
-    faults = faults_of(work.source)
-    return BuildReport(
-        found=work.found + len(faults),
-        indexed=indexed,
-        embedded=work.embedded,
-        reused=reused,
-        duplicates=indexed - reused - work.embedded,
-        failures=(*faults, *work.failures),
-        omitted=work.source.omitted.counts,
-        bundle="" if bundle is None else str(bundle.resolve()),
-        bundle_id=work.embedder.bundle_id,
-        provider=work.embedder.provider,
-        elapsed_s=round(elapsed_s, 3),
-        images_per_s=round(work.found / max(elapsed_s, 1e-9), 2),
-    )
 
 
 def _check_space(out: Path, needed_mb: float) -> None:

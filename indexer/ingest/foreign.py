@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.lib.npyio import NpzFile
+from numpy.typing import NDArray
 
 from kinlens.embedder.errors import SourceError
 from kinlens.indexer.catalog.entries import ROUNDING, norms_of
@@ -26,7 +27,7 @@ from kinlens.indexer.exchange.parquet import (
     damage_explained,
     load_pyarrow,
 )
-from kinlens.indexer.ingest.tables import read_table
+from kinlens.indexer.ingest.tables import read_keys, read_table
 from kinlens.indexer.types import Entry, GalleryExport
 from kinlens.values import AttributeValue
 
@@ -86,19 +87,7 @@ class Tables:
         [file, *more] = self.files
         if more:
             raise SourceError(f"{file} and {more[0]}: import one {_NUMPY} file at a time.")
-        try:
-            vectors = np.load(file, mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError, EOFError) as error:
-            raise SourceError(
-                f"{file} is not a file of numbers. Write it with numpy.save(file, vectors)."
-            ) from error
-        if isinstance(vectors, NpzFile):
-            raise _archive(file)
-        if vectors.ndim != 2 or vectors.dtype.kind != "f" or not vectors.size:
-            raise SourceError(
-                f"{file} contains {vectors.dtype} {vectors.shape}; expected floating-point vectors "
-                "of shape (N, D)."
-            )
+        vectors = read_vectors(file)
         if bool(self.keys) == bool(self.csv):
             raise SourceError(
                 f"{file} has no keys. Pass a text file with one key per line as --keys, or a list "
@@ -129,12 +118,7 @@ class Tables:
                 yield row.cells["key"], values
             return
         assert self.keys is not None
-        try:
-            with self.keys.open(encoding="utf-8-sig") as lines:
-                yield from ((line.rstrip("\r\n"), {}) for line in lines)
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-            raise SourceError(f"Cannot read the keys in {self.keys}: {reason}.") from error
+        yield from ((key, {}) for key in read_keys(self.keys))
 
     def _of_tables(self, facts: Mapping[str, str]) -> GalleryExport:
         first = self.files[0]
@@ -243,6 +227,29 @@ class Tables:
         others = np.abs(norms - 1) > 100 * ROUNDING
         self.normalised += int(others.sum())
         return (given / np.where(others, norms, 1)[:, None]).astype(np.float32)
+
+
+def read_vectors(file: Path) -> NDArray[Any]:
+    """The vectors (N, D) in a .npy file, mapped into memory. Raises: SourceError."""
+    try:
+        vectors = np.load(file, mmap_mode="r", allow_pickle=False)
+    except OSError as error:
+        reason = error.strerror or error
+        raise SourceError(f"Cannot read the vectors in {file}: {reason}.") from error
+    except (ValueError, EOFError) as error:
+        raise SourceError(
+            f"{file} is not a .npy file of numbers. Write it with numpy.save(file, vectors)."
+        ) from error
+    if isinstance(vectors, NpzFile):
+        raise _archive(file)
+    if vectors.dtype.kind not in "fiu" or vectors.ndim not in (1, 2):
+        raise SourceError(
+            f"{file} contains {vectors.dtype} {vectors.shape}; expected vectors of shape (D,) or "
+            "(N, D)."
+        )
+    if not vectors.size:
+        raise SourceError(f"{file} contains no vectors: its shape is {vectors.shape}.")
+    return np.atleast_2d(vectors)
 
 
 def read_export(file: Path) -> GalleryExport:

@@ -17,8 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import BaseModel
-
 from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.decoding.formats import SUFFIXES
 from kinlens.embedder.engines.models import SessionSettings
@@ -112,22 +110,6 @@ class SourceAt(NamedTuple):
             return cls(description, root, lambda: remote_source(root, csv))
         folder = existing_folder(csv.parent if root is None else root)
         return cls(description, str(folder), lambda: csv_source(csv, root))
-
-
-class ShardsReport(BaseModel, frozen=True):
-    """Content of the shards after a call, which processed `embedded` of the `images`.
-
-    items: vectors in all shards so far; `missing` shards have none yet.
-    failures: the skipped images of all shards so far.
-    """
-
-    images: int
-    embedded: int
-    items: int
-    shards: int
-    missing: int
-    failures: tuple[Failure, ...]
-    bundle_id: str
 
 
 class UnreachableError(KinlensError):
@@ -259,21 +241,6 @@ def _embed(
             file.write_bytes(data)
         embedder = OnnxEmbedder.open(Path(folder), session)
     return sum(embed_part(VectorShards(out), part, embedder, settings))
-
-
-def shards_report(shards: VectorShards, embedded: int) -> ShardsReport:
-    """The report of a call that embedded this number of images."""
-    manifest, missing = shards.manifest, shards.missing()
-    failures = tuple(shards.failures())
-    return ShardsReport(
-        images=manifest.images,
-        embedded=embedded,
-        items=manifest.images - manifest.images_in(missing) - len(failures),
-        shards=manifest.shards,
-        missing=len(missing),
-        failures=failures,
-        bundle_id=manifest.bundle_id,
-    )
 
 
 def remote_source(address: str, csv: Path | None = None) -> Source:

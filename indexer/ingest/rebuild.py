@@ -11,7 +11,7 @@ from time import perf_counter
 import numpy as np
 from pydantic import BaseModel
 
-from kinlens.embedder.durable import sync_tree
+from kinlens.embedder.durable import discard, sync_tree
 from kinlens.embedder.errors import (
     GalleryBusyError,
     GalleryCorruptError,
@@ -307,7 +307,17 @@ def rebuild(
     """
     started = perf_counter()
     old, embedder = follower.gallery, follower.embedder
-    with contextlib.closing(_candidate(candidate, old, embedder)) as made:
+    manifest = GalleryManifest(
+        name=old.name,
+        bundle_id=embedder.bundle_id,
+        precision=embedder.mode.precision,
+        vector_type=old.vector_type,
+        dim=embedder.dim,
+        shortened=old.manifest.shortened,
+        source=old.manifest.source,
+        source_root=old.manifest.source_root,
+    )
+    with contextlib.closing(begun(candidate, manifest)) as made:
         made.when_full = "grow"
         follower.catch_up(made, on_progress)
         check_missing(follower.failures.values(), follower.found, max_missing)
@@ -324,27 +334,23 @@ def rebuild(
         )
 
 
-def _candidate(path: Path, old: Gallery, embedder: Embedder) -> Gallery:
-    """The gallery of an interrupted rebuild, or a new one."""
+def begun(path: Path, manifest: GalleryManifest) -> Gallery:
+    """The gallery in the folder `path` of an interrupted run, or else a new one as `manifest` has
+    it. Raises: GalleryWriteError.
+    """
+    same = ("bundle_id", "precision", "vector_type", "dim")
     try:
         made = Gallery.open(path, load_index=False)
-        wanted = (embedder.bundle_id, embedder.mode.precision, old.name)
-        if (made.bundle_id, made.precision, made.name) == wanted:
+        if all(getattr(made, name) == getattr(manifest, name) for name in same):
             return made
         made.close()
-    except (GalleryNotFoundError, GalleryCorruptError):
+        discard(path)
+    except GalleryNotFoundError:
         pass
-    return Gallery.create(
-        path,
-        name=old.name,
-        bundle_id=embedder.bundle_id,
-        precision=embedder.mode.precision,
-        vector_type=old.vector_type,
-        dim=embedder.dim,
-        shortened=old.manifest.shortened,
-        source=old.manifest.source,
-        source_root=old.manifest.source_root,
-    )
+    except GalleryCorruptError:
+        discard(path)
+    own = {*same, "name", "shortened", "source", "source_root"}
+    return Gallery.create(path, **manifest.model_dump(include=own))
 
 
 def swap_in(

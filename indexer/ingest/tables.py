@@ -104,6 +104,16 @@ def read_rows(file: Path) -> Iterator[tuple[int, list[str]]]:
         raise SourceError(str(error)) from error
 
 
+def read_keys(file: Path) -> Iterator[str]:
+    """The lines of a text file with one key per line. Raises: SourceError."""
+    try:
+        with file.open(encoding="utf-8-sig") as lines:
+            yield from (line.rstrip("\r\n") for line in lines)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise SourceError(f"Cannot read the keys in {file}: {reason}.") from error
+
+
 def _row(
     file: Path, line: int, row: list[str], columns: Mapping[str, Typed], required: Sequence[str]
 ) -> Row:

@@ -116,7 +116,7 @@ def test_groups_are_shown_with_their_items(run, built, shop) -> None:
     [
         ("--vector", "short.npy", "dimension 32"),
         ("--vector", "none.npy", "contains no vectors: its shape is (0, 32)"),
-        ("--vector", "many.npz", "is not a .npy file of numbers"),
+        ("--vector", "many.npz", "is an archive of arrays (.npz)"),
         ("--vector", "gone.npy", "Cannot read the vectors in"),
         ("--image", "text.jpg", "The image"),
         ("--image", "gone.jpg", "gone.jpg does not exist"),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kinlens.embedder.errors import BundleMismatchError, GalleryCorruptError
-from kinlens.indexer.checks.verify import VerifySettings, measured_recall, verify_gallery
+from kinlens.indexer.checks.verify import measured_recall, verify_gallery
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.index.plan import IndexSettings
 from tests.indexer.conftest import (
@@ -73,11 +73,10 @@ def test_a_column_that_does_not_say_what_its_items_say_is_found(built) -> None:
 def test_images_that_are_gone_changed_or_moved_are_named(built, shop, tmp_path, embedder) -> None:
     moved = shop.rename(tmp_path / "moved")
     assert len(verify_gallery(built, embedder).problems) == 6
-    settings = VerifySettings(image_root=moved)
-    assert verify_gallery(built, embedder, settings).problems == ()
+    assert verify_gallery(built, embedder, image_root=moved).problems == ()
     (moved / "f.gif").unlink()
     (moved / "cup" / "a.png").write_bytes(encoded(photo(77)))
-    report = verify_gallery(built, embedder, settings)
+    report = verify_gallery(built, embedder, image_root=moved)
     assert {problem.key for problem in report.problems} == {"f.gif", "cup/a.png"}
     assert verify_gallery(built).problems == ()
     with pytest.raises(BundleMismatchError):
@@ -115,7 +114,7 @@ def test_recall_is_that_of_a_comparison_by_hand_and_below_the_target_not_good(
     _, found = gallery.nearest(queries, 10)
     hits = sum(len(set(row) & set(answer)) for row, answer in zip(truth, found, strict=True))
     assert hits < 500
-    assert measured_recall(gallery, queries).value == pytest.approx(hits / 500)
+    assert measured_recall(gallery, queries) == pytest.approx(hits / 500)
     report = verify_gallery(gallery.path)
     assert 0.5 <= report.recall < 1.0
     assert (report.index, report.recall_queries, report.is_good) == ("hnsw", 1000, True)

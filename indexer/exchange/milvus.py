@@ -50,7 +50,6 @@ from kinlens.indexer.exchange.milvus_collection import (
     item_of,
     lookups,
     row_of,
-    vectors_of,
 )
 from kinlens.indexer.exchange.milvus_filters import literal
 from kinlens.indexer.exchange.milvus_index import (
@@ -401,7 +400,7 @@ class MilvusStore(VectorStore):
         check_options(k, options)
         now = self._now()
         rows = now.known([*liked, *disliked], ["key", "number", "vector"])
-        vectors = vectors_of(rows, now.facts.dim)
+        vectors = np.array([row["vector"] for row in rows], np.float32)
         query = combined_query(vectors[: len(liked)], vectors[len(liked) :])
         numbers = {int(row["number"]) for row in rows}
         [hits] = self.search(query[None], k, replace(options, exclude=options.exclude | numbers))

@@ -349,15 +349,12 @@ class Collection:
                 f"Milvus at {self.connection.uri} cannot build the index {kind}: "
                 f"{str(error).partition(': ')[2]:.300} Choose another one with --index."
             ) from error
-        made = self._with_facts(index=kind, nlist=nlist)
+        made = self.with_facts(index=kind, nlist=nlist)
         made.load()
         return made
 
-    def note_quality(self, effort: int, recall: float) -> "Collection":
-        """Store the default effort of searches, and the recall that it reaches."""
-        return self._with_facts(effort=effort, recall=recall)
-
-    def _with_facts(self, **changes: Any) -> "Collection":
+    def with_facts(self, **changes: Any) -> "Collection":
+        """Store other facts, as named in `MilvusFacts`."""
         facts = self.facts.model_copy(update=changes)
         self._alter({_FACTS: facts.model_dump_json()})
         return replace(self, facts=facts)
@@ -452,19 +449,10 @@ def entry_of(row: Row) -> Entry:
     return Entry(row["key"], vector, row["sha256"], attributes, row["path"], row["format"])
 
 
-def vectors_of(rows: Sequence[Row], dim: int) -> Embeddings:
-    """The vectors (N, dim) of rows."""
-    return np.array([row["vector"] for row in rows], np.float32).reshape(-1, dim)
-
-
-def _ignored(config: Any) -> None:
-    """In place of `logging.config.dictConfig`."""
-
-
 def _client_class() -> Callable[..., Any]:
     # At its import pymilvus configures the logging of the whole process, which closes the handlers
     # of all other loggers: a service would write no line any more.
-    configure, logging.config.dictConfig = logging.config.dictConfig, _ignored
+    configure, logging.config.dictConfig = logging.config.dictConfig, lambda config: None
     try:
         from pymilvus import MilvusClient
     except ImportError as exc:

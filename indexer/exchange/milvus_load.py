@@ -132,7 +132,8 @@ def _fill(made: Collection, dump: GalleryExport, kind: MilvusIndex, on_progress:
             found = strong.search(held_out.queries, K, "", effort, exact=False)
             return [[float(row["distance"]) for row in best] for best in found]
 
-        made = made.note_quality(*least_effort(kind, made.facts.nlist, held_out, search))
+        effort, recall = least_effort(kind, made.facts.nlist, held_out, search)
+        made = made.with_facts(effort=effort, recall=recall)
         made.upsert(map(row_of, held_out.entries, held_out.queries))
     _separate(made, shared)
     stored = made.strong().count()

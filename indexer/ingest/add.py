@@ -18,14 +18,13 @@ from kinlens.indexer.ingest.embed import (
     Batch,
     EmbedSettings,
     Failure,
-    Outcome,
     embedded_batches,
-    entry_of_outcome,
+    entry_of,
     failure_of,
     faults_of,
     refuse_unreadable,
 )
-from kinlens.indexer.ingest.sources import Source, check_attributes
+from kinlens.indexer.ingest.sources import Record, Source, check_attributes
 from kinlens.indexer.types import Item, Progress, VectorStore, Written
 
 KEPT = "The gallery keeps its existing item with this key."
@@ -137,7 +136,7 @@ class Ingest:
             for batch in batches:
                 self._take(batch)
                 if on_progress is not None:
-                    on_progress(len(batch.outcomes))
+                    on_progress(len(batch.records))
 
     def report(self) -> IngestReport:
         """What was done so far."""
@@ -158,29 +157,29 @@ class Ingest:
         return known if self.old is None else known | self.old.contents(sha256s)
 
     def _take(self, batch: Batch) -> None:
-        self.found += len(batch.outcomes)
-        stored = self.gallery.stored([outcome.record.key for outcome in batch.outcomes])
+        self.found += len(batch.records)
+        stored = self.gallery.stored([record.key for record in batch.records])
         usable = []
-        for outcome in batch.outcomes:
-            if outcome.failure is None:
-                usable.append(outcome)
+        for record in batch.records:
+            if record.failure:
+                self._fail(record, record.key in stored)
             else:
-                self._fail(outcome, outcome.record.key in stored)
+                usable.append(record)
         if self.unlisted is not None:
-            keys = {outcome.record.key for outcome in usable}
+            keys = {record.key for record in usable}
             self.unlisted.mark_listed(item for key, item in stored.items() if key in keys)
-        changed = [o for o in usable if not is_stored(o, stored.get(o.record.key), self.owned)]
+        changed = [one for one in usable if not is_stored(one, stored.get(one.key), self.owned)]
         self.written += Written(unchanged=len(usable) - len(changed))
         vectors = self._vectors(changed, batch.vectors)
-        entries = [entry_of_outcome(o, vectors[o.sha256]) for o in changed if o.sha256 in vectors]
+        entries = [entry_of(one, vectors[one.sha256]) for one in changed if one.sha256 in vectors]
         if entries:
             self.written += self.gallery.add(entries, self.owned)
 
     def _vectors(
-        self, changed: Sequence[Outcome], made: Mapping[str, NDArray[np.float32]]
+        self, changed: Sequence[Record], made: Mapping[str, NDArray[np.float32]]
     ) -> dict[str, NDArray[np.float32]]:
         """The vectors of the changed contents by sha256. Stored vectors take precedence."""
-        contents = sorted({outcome.sha256 for outcome in changed} | made.keys())
+        contents = sorted({record.sha256 for record in changed} | made.keys())
         stored = self.gallery.vectors_of_contents(contents)
         if self.old is not None:
             unknown = [sha256 for sha256 in contents if sha256 not in stored]
@@ -189,28 +188,27 @@ class Ingest:
             stored |= reused
         self.embedded += len(made.keys() - stored.keys())
         vectors = {**made, **stored}
-        for outcome in changed:
-            if outcome.sha256 not in vectors:  # another process has removed this content since
-                self._fail(replace(outcome, failure=_CHANGED), False)
+        for record in changed:
+            if record.sha256 not in vectors:  # another process has removed this content since
+                self._fail(replace(record, failure=_CHANGED), False)
         return vectors
 
-    def _fail(self, outcome: Outcome, is_stored: bool) -> None:
+    def _fail(self, record: Record, is_stored: bool) -> None:
         if is_stored and self.owned is not None:
-            outcome = replace(outcome, failure=f"{outcome.failure} {KEPT}")
-        self.failures.append(failure_of(outcome))
+            record = replace(record, failure=f"{record.failure} {KEPT}")
+        self.failures.append(failure_of(record))
 
 
-def is_stored(outcome: Outcome, item: Item | None, owned: frozenset[str] | None) -> bool:
+def is_stored(record: Record, item: Item | None, owned: frozenset[str] | None) -> bool:
     """Whether `item` is what a record would be stored as; `owned` as in `Ingest`."""
-    record = outcome.record
     if item is None:
         return False
     names = item.attributes.keys() if owned is None else owned
     wanted = merged(record.attributes, item.attributes, names)
     return (item.sha256, item.path, item.format, item.attributes) == (
-        outcome.sha256,
+        record.sha256,
         record.path,
-        outcome.format,
+        record.format,
         wanted,
     )
 

@@ -42,20 +42,10 @@ class EmbedSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """Result for one record: the hash and format of its image, or the reason of its failure."""
-
-    record: Record
-    sha256: str = ""
-    format: str = ""
-    failure: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Batch:
-    """Results of several records, and the new vectors (D,) by sha256."""
+    """Records with their hashes and formats, or failures, and the new vectors (D,) by sha256."""
 
-    outcomes: Sequence[Outcome]
+    records: Sequence[Record]
     vectors: Mapping[str, NDArray[np.float32]]
 
 
@@ -97,46 +87,40 @@ def embedded_batch(
     max_bytes: int = ImageLimits().max_bytes,
 ) -> Batch:
     """Process records as one batch. Raises: BundleError, and the errors of `known`."""
-    outcomes: list[Outcome] = []
+    read: list[Record] = []
     tensors: dict[str, NDArray[np.uint8]] = {}
     for files in _files(source, records, known, max_bytes):
-        new = {outcome.sha256 for outcome, _ in files if outcome.sha256} - tensors.keys()
+        new = {record.sha256 for record, _ in files if not record.failure} - tensors.keys()
         new.difference_update(known(sorted(new)))
-        for outcome, data in files:
-            if outcome.failure is None:
+        for record, data in files:
+            if not record.failure:
                 try:
-                    if outcome.sha256 in new and outcome.sha256 not in tensors:
-                        tensors[outcome.sha256] = embedder.preprocess(data)
-                    if not outcome.format:
-                        outcome = replace(outcome, format=read_header(data, ANY_SIZE).format)
+                    if record.sha256 in new and record.sha256 not in tensors:
+                        tensors[record.sha256] = embedder.preprocess(data)
+                    if not record.format:
+                        record = replace(record, format=read_header(data, ANY_SIZE).format)
                 except ImageError as error:
-                    outcome = replace(outcome, failure=str(error))
-            outcomes.append(outcome)
+                    record = replace(record, failure=str(error))
+            read.append(record)
     if not tensors:
-        return Batch(outcomes, {})
+        return Batch(read, {})
     made = embedder.embed(np.stack([*tensors.values()]))
     vectors = dict(zip(tensors, made, strict=True))
-    return Batch([_saved_by_copy(outcome, vectors) for outcome in outcomes], vectors)
-
-
-def _saved_by_copy(outcome: Outcome, vectors: Collection[str]) -> Outcome:
-    """A missing image is not a failure if another record has the same content."""
-    record = outcome.record
-    if outcome.failure is None or record.sha256 not in vectors:
-        return outcome
-    return Outcome(record, record.sha256, record.format)
+    # A missing image is not a failure if another record has the same content.
+    read = [replace(one, failure="") if one.sha256 in vectors else one for one in read]
+    return Batch(read, vectors)
 
 
 def _files(
     source: Source, records: Sequence[Record], known: Known, max_bytes: int
-) -> Iterator[list[tuple[Outcome, bytes]]]:
+) -> Iterator[list[tuple[Record, bytes]]]:
     """Records and their content, in portions of about `_BUFFER_BYTES`."""
     reusable = known([record.sha256 for record in records if record.sha256])
-    files: list[tuple[Outcome, bytes]] = []
+    files: list[tuple[Record, bytes]] = []
     buffered_bytes = 0
     for record in records:
         if record.sha256 and record.sha256 in reusable:
-            files.append((Outcome(record, record.sha256, record.format), b""))
+            files.append((record, b""))
         else:
             files.append(_file(source, record, max_bytes))
         buffered_bytes += len(files[-1][1])
@@ -146,7 +130,7 @@ def _files(
     yield files
 
 
-def _file(source: Source, record: Record, max_bytes: int) -> tuple[Outcome, bytes]:
+def _file(source: Source, record: Record, max_bytes: int) -> tuple[Record, bytes]:
     try:
         check_names(record)
         data = source.read_image(record, max_bytes)
@@ -154,8 +138,8 @@ def _file(source: Source, record: Record, max_bytes: int) -> tuple[Outcome, byte
         if record.sha256 not in ("", sha256):
             raise SourceError("The image was changed after it was indexed. Add it again.")
     except (ImageError, GalleryError, OSError) as error:
-        return Outcome(record, failure=reason_of(error)), b""
-    return Outcome(record, sha256, record.format), data
+        return replace(record, failure=reason_of(error)), b""
+    return replace(record, sha256=sha256), data
 
 
 def reason_of(error: Exception) -> str:
@@ -171,11 +155,10 @@ class Failure(BaseModel, frozen=True):
     reason: str
 
 
-def failure_of(outcome: Outcome) -> Failure:
+def failure_of(record: Record) -> Failure:
     """The report of a record that cannot be used."""
-    record = outcome.record
     path = record.path.encode("utf-8", "backslashreplace").decode()
-    return Failure(key=record.key, path=path, reason=outcome.failure or "")
+    return Failure(key=record.key, path=path, reason=record.failure)
 
 
 def faults_of(source: Source) -> tuple[Failure, ...]:
@@ -186,10 +169,9 @@ def faults_of(source: Source) -> tuple[Failure, ...]:
     )
 
 
-def entry_of_outcome(outcome: Outcome, vector: NDArray[np.float32]) -> Entry:
+def entry_of(record: Record, vector: NDArray[np.float32]) -> Entry:
     """The item to store for a usable record."""
-    record = outcome.record
-    return Entry(record.key, vector, outcome.sha256, record.attributes, record.path, outcome.format)
+    return Entry(record.key, vector, record.sha256, record.attributes, record.path, record.format)
 
 
 def refuse_unreadable(description: str, found: int, failures: Sequence[Failure]) -> None:

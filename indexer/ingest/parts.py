@@ -32,7 +32,7 @@ from kinlens.indexer.ingest.embed import (
     EmbedSettings,
     Failure,
     embedded_batches,
-    entry_of_outcome,
+    entry_of,
     failure_of,
     faults_of,
 )
@@ -173,11 +173,11 @@ def embed_part(
         failures: list[Failure] = []
         with embedded_batches(source, embedder, lambda _: (), settings) as batches:
             for batch in batches:
-                for outcome in batch.outcomes:
-                    if outcome.failure is None:
-                        entries.append(entry_of_outcome(outcome, batch.vectors[outcome.sha256]))
+                for record in batch.records:
+                    if not record.failure:
+                        entries.append(entry_of(record, batch.vectors[record.sha256]))
                     else:
-                        failures.append(failure_of(outcome))
+                        failures.append(failure_of(record))
         shards.write(shard, entries, failures)
         yield len(records)
 

@@ -42,6 +42,7 @@ class Record:
         path: relative to the root of its source, with forward slashes.
         sha256: of its bytes, or "" if unknown. If set, other bytes are refused, and content that
             has a vector is not read.
+        failure: why the image cannot be used, after it was read; else empty.
     """
 
     key: str
@@ -49,6 +50,7 @@ class Record:
     attributes: Mapping[str, AttributeValue] = field(default_factory=dict)
     sha256: str = ""
     format: str = ""
+    failure: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,6 @@ from kinlens.indexer.ingest.add import (
 from kinlens.indexer.ingest.embed import (
     EmbedSettings,
     Failure,
-    Outcome,
     failure_of,
     faults_of,
     reason_of,
@@ -194,6 +193,10 @@ class Facts(NamedTuple):
     sha256: str
     format: str
 
+    def are_of(self, stat: os.stat_result) -> bool:
+        """Whether a file still has this size and time of change."""
+        return self[:2] == (stat.st_size, stat.st_mtime_ns)
+
 
 class FileHashes:
     """The sha256 of files by path, size and time of change, as of the last sync.
@@ -325,22 +328,22 @@ class _Sync:
     def compare(self, on_progress: Progress) -> None:
         """Find all differences. Raises: SourceError, GalleryWriteError."""
         listed, new = array("q"), list[tuple[str, str]]()
-        for outcomes in self._described():
-            stored = self.store.stored([outcome.record.key for outcome in outcomes])
-            self.found += len(outcomes)
+        for records in self._described():
+            stored = self.store.stored([record.key for record in records])
+            self.found += len(records)
             listed.extend(item.id for item in stored.values())
-            for outcome in outcomes:
-                item = stored.get(outcome.record.key)
-                if outcome.failure is not None:
-                    kept = f"{outcome.failure} {KEPT}" if item else outcome.failure
-                    self.failures.append(failure_of(replace(outcome, failure=kept)))
+            for record in records:
+                item = stored.get(record.key)
+                if record.failure:
+                    kept = f"{record.failure} {KEPT}" if item else record.failure
+                    self.failures.append(failure_of(replace(record, failure=kept)))
                 elif item is None:
-                    new.append((outcome.record.key, outcome.sha256))
-                elif item.sha256 != outcome.sha256:
+                    new.append((record.key, record.sha256))
+                elif item.sha256 != record.sha256:
                     self._count("replaced", item.key)
-                elif not is_stored(outcome, item, self.source.names):
+                elif not is_stored(record, item, self.source.names):
                     self._count("updated", item.key)
-            on_progress(len(outcomes))
+            on_progress(len(records))
         self.gone = np.setdiff1d(
             np.frombuffer(self.managed, np.int64), np.frombuffer(listed, np.int64)
         )
@@ -444,7 +447,7 @@ class _Sync:
             return self.settings.uploads
         return not self.source.below or item.path.startswith(f"{self.source.below}/")
 
-    def _described(self) -> Iterator[list[Outcome]]:
+    def _described(self) -> Iterator[list[Record]]:
         """All records with the hash and format of their images."""
         records = self.source.records()
         with ThreadPoolExecutor(max(_READERS, self.settings.embed.worker_count)) as pool:
@@ -452,24 +455,24 @@ class _Sync:
                 known = self.hashes.known([record.path for record in part])
                 facts = [known.get(record.path) for record in part]
                 found = list(pool.map(self._describe, part, facts))
-                self.hashes.store({o.record.path: read for o, read in found if read is not None})
-                yield [outcome for outcome, _ in found]
+                self.hashes.store({one.path: read for one, read in found if read is not None})
+                yield [record for record, _ in found]
 
-    def _describe(self, record: Record, known: Facts | None) -> tuple[Outcome, Facts | None]:
-        """The outcome of one record, and the facts to store if its file was read."""
+    def _describe(self, record: Record, known: Facts | None) -> tuple[Record, Facts | None]:
+        """A record as it was read, and the facts to store if its file was read."""
         try:
             check_names(record)
             stat = _stat(self.source, record)
-            if _is_unchanged(known, stat) and not self.settings.checksum:
-                assert known is not None
-                return Outcome(record, known.sha256, known.format), None
+            if known is not None and known.are_of(stat) and not self.settings.checksum:
+                return replace(record, sha256=known.sha256, format=known.format), None
             data = self.source.read_image(record, self.settings.embed.max_bytes)
             format_ = read_header(data, ANY_SIZE).format
         except (ImageError, GalleryError, OSError) as error:
-            return Outcome(record, failure=reason_of(error)), None
+            return replace(record, failure=reason_of(error)), None
         read = Facts(stat.st_size, stat.st_mtime_ns, hashlib.sha256(data).hexdigest(), format_)
         is_recent = time.time_ns() - stat.st_mtime_ns < _RECENT_NS
-        return Outcome(record, read.sha256, format_), None if is_recent else read
+        record = replace(record, sha256=read.sha256, format=format_)
+        return record, None if is_recent else read
 
     def _records(self) -> Iterator[Record]:
         """The records of the source with the hashes of unchanged files, which are not read again,
@@ -480,18 +483,14 @@ class _Sync:
             known = self.hashes.known([record.path for record in part])
             old = self.store.stored([self.names[r.key] for r in part if r.key in self.names])
             for record in part:
-                named = old.get(self.names.get(record.key, ""))
-                record = _renamed(record, named, self.source.names)
-                yield self._as_known(record, known.get(record.path))
-
-    def _as_known(self, record: Record, known: Facts | None) -> Record:
-        try:
-            if not _is_unchanged(known, _stat(self.source, record)):
-                return record
-        except (GalleryError, OSError):
-            return record  # its failure is reported when it is read
-        assert known is not None
-        return replace(record, sha256=known.sha256, format=known.format)
+                named, facts = old.get(self.names.get(record.key, "")), known.get(record.path)
+                if named is not None:
+                    own = merged(record.attributes, named.attributes, self.source.names)
+                    record = replace(record, attributes=own)
+                with contextlib.suppress(GalleryError, OSError):  # reported when it is read
+                    if facts is not None and facts.are_of(_stat(self.source, record)):
+                        record = replace(record, sha256=facts.sha256, format=facts.format)
+                yield record
 
 
 def source_of(store: VectorStore, place: Path, csv: Path | None) -> Source:
@@ -528,10 +527,6 @@ def _is_below(path: str, folders: Set[str]) -> bool:
     return path in folders or any(str(parent) in folders for parent in PurePosixPath(path).parents)
 
 
-def _is_unchanged(known: Facts | None, stat: os.stat_result) -> bool:
-    return known is not None and known[:2] == (stat.st_size, stat.st_mtime_ns)
-
-
 def _stat(source: Source, record: Record) -> os.stat_result:
     """The status of the file of a record. Raises: SourceError if it is missing; OSError."""
     file = inside(source.root, record.path)
@@ -539,9 +534,3 @@ def _stat(source: Source, record: Record) -> os.stat_result:
         return file.stat()
     except (FileNotFoundError, NotADirectoryError) as error:
         raise SourceError(f"{record.path} is missing below {source.root}.") from error
-
-
-def _renamed(record: Record, old: Item | None, names: frozenset[str]) -> Record:
-    if old is None:
-        return record
-    return replace(record, attributes=merged(record.attributes, old.attributes, names))

@@ -34,7 +34,7 @@ from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.index.plan import IndexSettings
 from kinlens.indexer.ingest.add import AddReport, add_source
 from kinlens.indexer.ingest.build import BuildSettings, build_gallery
-from kinlens.indexer.ingest.embed import Outcome, embedded_batches
+from kinlens.indexer.ingest.embed import embedded_batches
 from kinlens.indexer.ingest.sources import Record, Source, csv_source, folder_source
 from kinlens.indexer.types import Entry, GalleryExport, Progress, Written
 from tests.indexer.conftest import PHOTOS, CountingEmbedder, fails_at, faults, listed, query
@@ -159,9 +159,9 @@ def test_a_model_that_fails_ends_its_threads_and_keeps_what_was_finished(
 # The stream of images that builds and additions take.
 
 
-def outcomes_of(source: Source, embedder: CountingEmbedder, *settings: int) -> dict[str, Outcome]:
+def outcomes_of(source: Source, embedder: CountingEmbedder, *settings: int) -> dict[str, Record]:
     with embedded_batches(source, embedder, lambda _: (), EmbedSettings(*settings)) as batches:
-        return {outcome.record.key: outcome for batch in batches for outcome in batch.outcomes}
+        return {record.key: record for batch in batches for record in batch.records}
 
 
 def test_unreadable_images_are_reported_with_reasons_and_do_not_stop_the_rest(

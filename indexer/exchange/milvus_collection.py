@@ -452,7 +452,8 @@ def entry_of(row: Row) -> Entry:
 def _client_class() -> Callable[..., Any]:
     # At its import pymilvus configures the logging of the whole process, which closes the handlers
     # of all other loggers: a service would write no line any more.
-    configure, logging.config.dictConfig = logging.config.dictConfig, lambda config: None
+    configure = logging.config.dictConfig
+    logging.config.dictConfig = lambda config: None  # noqa: ARG005
     try:
         from pymilvus import MilvusClient
     except ImportError as exc:

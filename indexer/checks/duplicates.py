@@ -48,7 +48,6 @@ _COPIES = {"fp32": 1 - 1e-5, "fp16": 1 - 2**-11}
 _SCORE_STEP = 1e-6  # added to a cosine to exclude equal ones in spite of rounding
 _CHANGED_PART = 0.1
 _BATCH = 4096
-_ROWS_AT_ONCE = 1000
 _NO_ROWS = np.empty(0, np.int32)
 
 NearGroup = list[tuple[ItemId, float]]
@@ -403,22 +402,12 @@ class _Near:
 
 def members_of(gallery: Gallery, groups: Sequence[NearGroup]) -> Iterator[list[Member]]:
     """The items of each group. Items that were removed since are skipped, then groups of one."""
-    pending: list[NearGroup] = []
     for group in groups:
-        pending.append(group)
-        if sum(map(len, pending)) >= _ROWS_AT_ONCE:
-            yield from _read(gallery, pending)
-            pending = []
-    yield from _read(gallery, pending)
-
-
-def _read(gallery: Gallery, groups: Sequence[NearGroup]) -> Iterator[list[Member]]:
-    items, _ = gallery.items_at({number for group in groups for number, _ in group})
-    known = {item.id: item for item in items}
-    for group in groups:
+        items, _ = gallery.items_at([number for number, _ in group])
+        known = {item.id: item for item in items}
         remaining = [(known[number], score) for number, score in group if number in known]
         if len(remaining) > 1:
-            first, newest = remaining[0][0], max(item.id for item, _ in remaining)
+            first, newest = remaining[0][0], max(known)
             yield [
                 Member(
                     item,

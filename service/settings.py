@@ -19,9 +19,11 @@ from kinlens.indexer.types import GALLERY_NAME, MILVUS, Consistency, milvus_addr
 from kinlens.models import FeedbackMode, Scope
 from kinlens.quality.calibration import DEFAULT_PRIOR
 from kinlens.service.access.links import check_prefix
-from kinlens.service.access.rates import parse_network, parse_rates
+from kinlens.service.access.rates import parse_rates
 from kinlens.service.cards import check_product_url
 from kinlens.service.redis import check_url
+
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 ANY_HOST = "*"
 REPLICAS = "replicas"
@@ -41,6 +43,23 @@ _GPU_BATCH = 32
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 _HOST = re.compile(r"\*|\[[0-9a-f:.]+\]|[a-z0-9._-]+")
 _ORIGIN = re.compile(r"https?://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:\d{1,5})?")
+
+
+def parse_network(text: str) -> Network:
+    """An address or network such as 10.0.0.0/8. Raises: ValueError with a hint."""
+    try:
+        network = ipaddress.ip_network(text, strict=False)
+    except ValueError:
+        raise ValueError(
+            f"{text!r} is not a proxy address; write an address such as 10.0.0.5 or a network "
+            "such as 10.0.0.0/8"
+        ) from None
+    if network.prefixlen == 0:
+        raise ValueError(
+            f"{text!r} would trust X-Forwarded-For from every client; write the address of your "
+            "proxy"
+        )
+    return network
 
 
 def split_named(entry: str) -> tuple[str | None, str]:

@@ -89,17 +89,8 @@ class Binding:
 EVERYTHING = Binding()
 """The binding of callers without a key, of unbound keys and of background work."""
 
-_OF_CALLER: ContextVar[Binding] = ContextVar("kinlens_binding", default=EVERYTHING)
-
-
-def of_caller() -> Binding:
-    """The binding of the current request."""
-    return _OF_CALLER.get()
-
-
-def set_caller(binding: Binding) -> None:
-    """Apply this binding to the rest of this request, including the pool calls that it starts."""
-    _OF_CALLER.set(binding)
+CALLER: ContextVar[Binding] = ContextVar("kinlens_binding", default=EVERYTHING)
+"""The binding of a request and of the pool calls that it starts."""
 
 
 class Limits(BaseModel):

@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from datetime import UTC, datetime
+from functools import lru_cache
 from urllib.parse import quote, unquote
 
 from kinlens.embedder.errors import KeyMissingError
@@ -36,11 +37,13 @@ IMAGE_OF_ITEM = "/items/{item_id}/image"
 _HOUR_S = 3_600
 _VALID_HOURS = 24
 _MAC_BYTES = 16
+_KNOWN_GALLERIES = 4_096
 # After the attributes of a hit: no attribute has an object as its value, so none is matched.
 _IN_RESULTS = re.compile(
     rb'(?<=},"image":")/galleries/([^/"\\]+)/items/(\d+)/image\?(?:generation|version)=([0-9a-f]+)(?=")'
 )
-_SIGNER: ContextVar[Key | None] = ContextVar("kinlens_signer", default=None)
+SIGNER: ContextVar[Key | None] = ContextVar("kinlens_signer", default=None)
+"""The key that signs the image links of a request."""
 
 _OWN = frozenset((
     "access", "admin", "audit", "docs", "feedback", "galleries", "jobs", "keys", "live", "metrics",
@@ -49,7 +52,8 @@ _OWN = frozenset((
 """The first segments of all routes: whether /ui/search begins with a prefix would be unknown."""
 _PREFIX = re.compile(r"(/[A-Za-z0-9._~-]+)+")
 _MOST_CHARACTERS = 200
-_OF_REQUEST: ContextVar[str] = ContextVar("kinlens_prefix", default="")
+PREFIX: ContextVar[str] = ContextVar("kinlens_prefix", default="")
+"""The path prefix of a request and of the pool calls that it starts."""
 
 
 def check_prefix(text: str) -> str:
@@ -86,30 +90,24 @@ def forwarded_prefix(headers: Iterable[str]) -> str | None:
     return "".join(parts) if parts else None
 
 
-def set_prefix(prefix: str) -> None:
-    """Set the prefix for the rest of this request, including the pool calls that it starts."""
-    _OF_REQUEST.set(prefix)
-
-
 def public_path(path: str) -> str:
     """The path of a route as the client sees it."""
-    return _OF_REQUEST.get() + path
+    return PREFIX.get() + path
 
 
-def set_signer(key: Key | None) -> None:
-    """Sign the image links of the rest of this request for `key`, or none."""
-    _SIGNER.set(key)
-
-
-def plain_link(gallery: str, item_id: int, generation: str) -> str:
-    """The link to the image of an item, as answers are cached: without prefix and signature."""
-    generation = generation[:VERSION_DIGITS]
-    return f"/galleries/{quote(gallery, safe='')}/items/{item_id}/image?generation={generation}"
+@lru_cache(_KNOWN_GALLERIES)
+def link_parts(gallery: str, generation: str) -> tuple[str, str]:
+    """What precedes and follows the id in links to the images of a gallery, as answers are cached:
+    without prefix and signature.
+    """
+    end = f"/image?generation={generation[:VERSION_DIGITS]}"
+    return f"/galleries/{quote(gallery, safe='')}/items/", end
 
 
 def image_link(gallery: str, item_id: int, generation: str) -> str:
     """The link to the image of an item, for the caller of the current request."""
-    link, key = public_path(plain_link(gallery, item_id, generation)), _SIGNER.get()
+    start, end = link_parts(gallery, generation)
+    link, key = public_path(f"{start}{item_id}{end}"), SIGNER.get()
     if key is None:
         return link
     # Whole hours, so that a browser finds the images of an earlier answer in its cache.
@@ -119,9 +117,9 @@ def image_link(gallery: str, item_id: int, generation: str) -> str:
 
 
 def with_links(results: bytes) -> bytes:
-    """Encoded results, which callers share in the cache, with the links of this caller."""
-    if _SIGNER.get() is None and not public_path(""):
-        return results
+    """Encoded results, which callers share in the cache, with the links of a caller who has a
+    signer or a prefix.
+    """
 
     def link(match: re.Match[bytes]) -> bytes:
         gallery, item_id, generation = (group.decode() for group in match.groups())

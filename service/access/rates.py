@@ -1,5 +1,4 @@
-"""The client address of a request behind trusted proxies, and rate limits per API key or address,
-counted in this process or in Redis.
+"""Rate limits per API key or address, counted in this process or in Redis.
 
 The algorithm is GCRA (Generic Cell Rate Algorithm), https://en.wikipedia.org/wiki/Generic_cell_rate_algorithm:
 
@@ -15,110 +14,16 @@ The only state per caller is the time at which its debt will be zero.
 """
 
 import functools
-import ipaddress
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from kinlens.embedder.errors import RateLimitedError
 from kinlens.service.redis import RATE_PREFIX, SharedRedis
-
-Network = ipaddress.IPv4Network | ipaddress.IPv6Network
-Address = ipaddress.IPv4Address | ipaddress.IPv6Address
-
-_FORWARDED = "x-forwarded-for"
-# Some gateways add a port: 10.0.0.5:443, [2001:db8::1]:443, "[2001:db8::1]".
-_WITH_PORT = re.compile(r'"?(?:\[([^\[\]]+)\]|([\d.]+))(?::\d{1,5})?"?')
-_NO_ADDRESS = "local"
-_IPV6_PREFIX = 64
-_KNOWN_ADDRESSES = 1_024
-
-
-def parse_network(text: str) -> Network:
-    """An address or network such as 10.0.0.0/8. Raises: ValueError with a hint."""
-    try:
-        network = ipaddress.ip_network(text, strict=False)
-    except ValueError:
-        raise ValueError(
-            f"{text!r} is not a proxy address; write an address such as 10.0.0.5 or a network "
-            "such as 10.0.0.0/8"
-        ) from None
-    if network.prefixlen == 0:
-        raise ValueError(
-            f"{text!r} would trust X-Forwarded-For from every client; write the address of your "
-            "proxy"
-        )
-    return network
-
-
-class Addresses:
-    """Finds client addresses; X-Forwarded-For is only read from `trusted` proxies."""
-
-    def __init__(self, trusted: Iterable[str] = ()) -> None:
-        self._trusted = tuple(parse_network(text) for text in trusted)
-
-    def of(self, scope: Scope) -> str:
-        """The address of the client; for IPv6 its /64 network, which usually is one client.
-
-        X-Forwarded-For is read from its end, where the nearest proxy appends, up to the first
-        address that is not a trusted proxy.
-        """
-        address = _peer(scope)
-        if address is None:
-            return _NO_ADDRESS
-        if not self._is_trusted(address):
-            return _shown(address)
-        forwarded = ",".join(Headers(scope=scope).getlist(_FORWARDED))
-        for text in reversed(forwarded.split(",")):
-            match = _WITH_PORT.fullmatch(text.strip())
-            sender = _parse(match[1] or match[2] if match else text.strip())
-            if sender is None:
-                break
-            address = sender
-            if not self._is_trusted(address):
-                break
-        return _shown(address)
-
-    def trusts(self, scope: Scope) -> bool:
-        """Whether a request comes directly from a trusted proxy."""
-        peer = _peer(scope)
-        return peer is not None and self._is_trusted(peer)
-
-    def _is_trusted(self, address: Address) -> bool:
-        return any(address in network for network in self._trusted)
-
-
-def client_address(scope: Scope) -> str:
-    """The client address that `Edge` has found for this request."""
-    return str(scope["state"]["address"])
-
-
-def _peer(scope: Scope) -> Address | None:
-    client = scope.get("client")
-    return _parse(client[0]) if client else None
-
-
-@functools.lru_cache(_KNOWN_ADDRESSES)
-def _parse(text: str) -> Address | None:
-    try:
-        address = ipaddress.ip_address(text.partition("%")[0])
-    except ValueError:
-        return None
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return mapped or address
-
-
-@functools.lru_cache(_KNOWN_ADDRESSES)
-def _shown(address: Address) -> str:
-    if isinstance(address, ipaddress.IPv6Address) and not address.is_loopback:
-        return str(ipaddress.ip_network((address, _IPV6_PREFIX), strict=False))
-    return str(address)
-
 
 DAY_S = 86_400
 _PERIODS_S = {"second": 1, "minute": 60, "hour": 3_600, "day": DAY_S}
@@ -286,12 +191,11 @@ class Account:
         await self._charge(FIRST, "")
 
     async def owe(self, units: int) -> None:
-        """Charge the remaining units, once the total `units` of the request is known.
+        """Charge the remaining units, once it is known that the request has more than one.
 
         Raises: RateLimitedError.
         """
-        if units > 1:
-            await self._charge(Charge(units - 1, must_fit=0), f" This one counts as {units:,}.")
+        await self._charge(Charge(units - 1, must_fit=0), f" This one counts as {units:,}.")
 
     async def _charge(self, charge: Charge, units_text: str) -> None:
         self.verdict = verdict = await self.limits.hit(self.kind, self.caller, charge, self.rates)

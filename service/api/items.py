@@ -337,7 +337,8 @@ async def put(runtime: Service, name: str, request: Request) -> PutAnswer:
     async with runtime.registry.find(name):
         pass  # raises for an unknown gallery before the body is read
     new = await _new_items(request, runtime)
-    await account_of(request.scope).owe(len(new))
+    if len(new) > 1:
+        await account_of(request.scope).owe(len(new))
     done = await runtime.items.put(name, new)
     if len(done.outcomes) == 1 and done.outcomes[0].error is not None:
         raise done.outcomes[0].error

@@ -26,7 +26,7 @@ from kinlens.models import (
 )
 from kinlens.service.access import keys
 from kinlens.service.access.audit import note
-from kinlens.service.access.keys import MAX_OVERLAP, OVERLAP, Key, KeyStore, Limits, of_caller
+from kinlens.service.access.keys import CALLER, MAX_OVERLAP, OVERLAP, Key, KeyStore, Limits
 from kinlens.service.api.galleries import STATE_FAILURES, Service
 from kinlens.service.http.openapi import problems
 from kinlens.service.http.rules import Route, rule
@@ -203,7 +203,7 @@ async def ready(
     is_stranger = not runtime.settings.anonymous_scopes and not hasattr(request.state, "key")
     if is_stranger and gallery is not None:
         raise KeyMissingError("The status of one gallery needs an API key. Send one, or omit it.")
-    readiness = (await runtime.health.check()).seen_by(of_caller())
+    readiness = (await runtime.health.check()).seen_by(CALLER.get())
     is_ready = readiness.ready if gallery is None else readiness.of_gallery(gallery)
     status: Literal["ready", "not ready"] = "ready" if is_ready else "not ready"
     if is_stranger:
@@ -225,7 +225,7 @@ async def ready(
         free_gpu_memory_mb=readiness.free_gpu_memory_mb,
         queue_depth=runtime.search_threads.waiting,
         redis=runtime.cache.remote_state,
-        redis_fault=None if runtime.redis is None or of_caller().is_bound else runtime.redis.fault,
+        redis_fault=None if runtime.redis is None or CALLER.get().is_bound else runtime.redis.fault,
         checks=readiness.checks,
         last_error=readiness.last_error,
     )

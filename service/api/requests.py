@@ -36,8 +36,16 @@ from kinlens.indexer.filters.tree import Filter
 from kinlens.indexer.types import MAX_FACETS, Grouping
 from kinlens.service.access.rates import account_of
 from kinlens.service.http import bodies
-from kinlens.service.http.bodies import FORM, IMAGE, INLINE_BYTES, JSON, RAW, checked, fault
-from kinlens.service.http.forms import parse_form
+from kinlens.service.http.bodies import (
+    FORM,
+    IMAGE,
+    INLINE_BYTES,
+    JSON,
+    RAW,
+    checked,
+    fault,
+    parse_form,
+)
 from kinlens.service.runtime import Runtime
 from kinlens.service.search.query import Combine, Distinct, Query, views_of
 from kinlens.service.settings import MAX_HITS, Settings
@@ -463,7 +471,8 @@ async def charge(request: Request, queries: Sequence[Query | Exception]) -> None
     Raises: RateLimitedError.
     """
     units = sum([query.units if isinstance(query, Query) else 1 for query in queries])
-    await account_of(request.scope).owe(units)
+    if units > 1:
+        await account_of(request.scope).owe(units)
 
 
 async def _read_query(request: Request, read: Callable[[], SearchFields], *, short: bool) -> Query:

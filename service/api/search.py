@@ -4,9 +4,11 @@
 documentation of the bodies is derived here from its models.
 """
 
+import asyncio
+from collections.abc import Coroutine
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
@@ -14,7 +16,7 @@ from pydantic_core import to_json
 
 from kinlens import models
 from kinlens.embedder import errors
-from kinlens.service.access.links import with_links
+from kinlens.service.access.links import PREFIX, SIGNER, with_links
 from kinlens.service.api import requests
 from kinlens.service.api.galleries import (
     FAILURES,
@@ -27,17 +29,20 @@ from kinlens.service.api.galleries import (
 from kinlens.service.api.images import original
 from kinlens.service.api.requests import SearchFields, SearchRequest, Strict
 from kinlens.service.galleries.feedback import FeedbackStore, Question
-from kinlens.service.http.bodies import FORM, IMAGE, JSON, RAW, while_connected
+from kinlens.service.http.bodies import FORM, IMAGE, JSON, RAW
 from kinlens.service.http.openapi import body_docs, inlined, problems
 from kinlens.service.http.rules import RequestRoute, Route, rule
-from kinlens.service.problems import described, request_id_of
+from kinlens.service.problems import CLIENT_DISCONNECTED, RefusedError, described, request_id_of
 from kinlens.service.runtime import Runtime
 from kinlens.service.search.explanation import explain
 from kinlens.service.search.query import Answer, Query
 from kinlens.service.settings import Settings
 
+T = TypeVar("T")
+
 _STAGES = tuple(models.Timings.model_fields)
 _HEADERS = {"Cache-Control": "no-store"}
+_WATCH_AFTER_S = 0.02
 _SIMILAR = (*FAILURES, errors.ItemNotFoundError, errors.FilterError)
 _SEARCH = (*_SIMILAR, *IMAGE_FAILURES, errors.SearchError)
 _PNG = (  # red and blue, 8 x 8 px
@@ -165,7 +170,7 @@ async def search(request: Request) -> Response:
     runtime: Runtime = request.app.state.runtime
     query = await requests.read_search(request)
     await requests.charge(request, [query])
-    answer = await while_connected(request, runtime.searching.search(query))
+    answer = await _while_connected(request, runtime.searching.search(query))
     return _response(answer, runtime.feedback)
 
 
@@ -188,7 +193,7 @@ async def search_batch(request: Request) -> Response:
     runtime: Runtime = request.app.state.runtime
     queries = await requests.read_batch(request)
     await requests.charge(request, queries)
-    answers = await while_connected(request, runtime.searching.search_all(queries))
+    answers = await _while_connected(request, runtime.searching.search_all(queries))
     outcomes = b",".join(_outcome(answer, request, runtime.feedback) for answer in answers)
     return Response(b'{"answers":[' + outcomes + b"]}", headers=_HEADERS, media_type=JSON)
 
@@ -223,7 +228,7 @@ for _path, _by, _item in ITEM_PATHS:
                 read = partial(served.gallery.item, ref.id)
                 key = (await runtime.read("the item", read, served=served)).key
                 query = replace(query, generation=served.gallery.generation)
-        answer = await while_connected(request, runtime.searching.search(query))
+        answer = await _while_connected(request, runtime.searching.search(query))
         return _response(answer, runtime.feedback, key)
 
     @router.post(
@@ -252,8 +257,45 @@ for _path, _by, _item in ITEM_PATHS:
                 "hit."
             )
         await requests.charge(request, [query])
-        answer = await while_connected(request, _explained(runtime, name, ref, query))
+        answer = await _while_connected(request, _explained(runtime, name, ref, query))
         return Response(to_json(answer), headers=_HEADERS, media_type=JSON)
+
+
+async def _while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Run `work`, for a request whose body was read; cancel it if the client disconnects.
+
+    Raises: RefusedError, any error of `work`.
+    """
+    working = asyncio.current_task()
+    assert working is not None
+    watching: asyncio.Task[None] | None = None
+    is_disconnected = False
+
+    async def watch() -> None:
+        nonlocal is_disconnected
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        is_disconnected = True
+        working.cancel()
+
+    def begin() -> None:
+        nonlocal watching
+        watching = asyncio.create_task(watch())
+
+    # A task costs more than most answers from the cache.
+    timer = asyncio.get_running_loop().call_later(_WATCH_AFTER_S, begin)
+    try:
+        return await work
+    except asyncio.CancelledError:
+        if is_disconnected and not working.uncancel():
+            raise RefusedError(
+                CLIENT_DISCONNECTED, "The client disconnected before its answer."
+            ) from None
+        raise
+    finally:
+        timer.cancel()
+        if watching is not None:
+            watching.cancel()
 
 
 async def _explained(
@@ -306,7 +348,10 @@ def _json(
             **({} if feedback is None else {"answer_id": _answer_id(answer, feedback, like)}),
         }
     )
-    return head[:-1] + b"," + with_links(answer.results)[1:]
+    results = answer.results
+    if SIGNER.get() is not None or PREFIX.get():
+        results = with_links(results)
+    return head[:-1] + b"," + results[1:]
 
 
 def _answer_id(answer: Answer, feedback: FeedbackStore, like: str) -> str | None:

@@ -20,7 +20,7 @@ from kinlens.indexer.galleries import current_generation, delete_gallery
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.types import checked_name
 from kinlens.models import JobModel
-from kinlens.service.access.keys import of_caller
+from kinlens.service.access.keys import CALLER
 from kinlens.service.concurrency import BoundedPool, within
 from kinlens.service.encoding.model import Model, Models
 from kinlens.service.galleries.locations import managed_folder
@@ -67,7 +67,7 @@ class ManagedGalleries:
             )
         folder = managed_folder(self._state)
         checked_name(name)
-        binding = of_caller()
+        binding = CALLER.get()
         if not binding.permits(name):  # before the check for existence, which would reveal it
             raise AccessError(
                 f"The key {binding.key} is not bound to a gallery {name!r}, so it cannot make one. "

@@ -41,7 +41,7 @@ from kinlens.indexer.galleries import MilvusStore
 from kinlens.indexer.gallery import Gallery as IndexedGallery
 from kinlens.quality.calibration import Calibrated
 from kinlens.quality.calibrator import Calibrator
-from kinlens.service.access.keys import Binding, of_caller
+from kinlens.service.access.keys import CALLER, Binding
 from kinlens.service.access.links import VERSION_DIGITS
 from kinlens.service.concurrency import (
     BoundedPool,
@@ -344,12 +344,12 @@ class Registry:
 
     def names(self) -> list[str]:
         """The names of the caller's galleries; the first is the default."""
-        binding = of_caller()
+        binding = CALLER.get()
         return [name for name in self._served if binding.permits(name)]
 
     def closed(self) -> dict[str, str]:
         """The fault of each of the caller's galleries that cannot be opened."""
-        binding = of_caller()
+        binding = CALLER.get()
         return {
             name: why for name, why in self.failures.verdicts().items() if binding.permits(name)
         }
@@ -372,7 +372,7 @@ class Registry:
         served = self._get(name)
         while not served.acquire():  # it has just been replaced
             served = self._get(name)
-        served = served.seen_by(of_caller())
+        served = served.seen_by(CALLER.get())
         try:
             yield served
         finally:
@@ -415,7 +415,7 @@ class Registry:
         """
         if name is None or name in self._served or not is_name(name):
             return
-        if not of_caller().permits(name):
+        if not CALLER.get().permits(name):
             return
         # While the disk hangs, names that clients make up do not pile up.
         if len(self._reading.keys() - self._listed) >= _UNKNOWN_AT_ONCE:
@@ -449,7 +449,7 @@ class Registry:
                 "service with --gallery."
             )
         served = self._served.get(name)
-        if served is None or not of_caller().permits(name):
+        if served is None or not CALLER.get().permits(name):
             raise GalleryNotFoundError(
                 f"gallery = {name[:_SHOWN_NAME]!r} is unknown. Known are: "
                 f"{', '.join(self.names()) or 'none'}."
@@ -458,7 +458,7 @@ class Registry:
 
     def _first(self) -> Served | None:
         """The default gallery of the caller."""
-        bound = of_caller().galleries
+        bound = CALLER.get().galleries
         if bound is None:
             return next(iter(self._served.values()), None)
         names = [name for name in bound if name in self._served]

@@ -1,39 +1,38 @@
 """Request bodies: limits of size and time, parsing as forms or JSON, and messages for faults.
 
 server ─► BodyLimit (gzip, byte order mark; bytes per route, total bytes, seconds) ─► route
-BodyLimit refuses with 413, 408, 415, 503, while the rest of the body is discarded.
+BodyLimit refuses with 413, 408, 415, 503, while the rest of the body is discarded. A body is in
+memory as a whole before it is parsed.
 """
 
 import asyncio
 import codecs
 import contextlib
+import re
 import zlib
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
+from itertools import islice
 from typing import Any, Literal, NoReturn, TypeVar
 
 from fastapi import HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
-from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import ClientDisconnect
+from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kinlens.embedder.errors import InvalidParameterError
 from kinlens.embedder.programs.faults import fault_text, path_of
 from kinlens.service import problems
-from kinlens.service.problems import ProblemType, RefusedError
+from kinlens.service.problems import RefusedError
 from kinlens.service.runtime import Runtime
 from kinlens.service.settings import FORM_BYTES, Settings
 
 BodyKind = Literal["plain", "keys", "form_image", "image", "batch"]
 M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
-
-HEAD_BYTES = 16 * 2**10
-"""Limit of the head of a request."""
 
 JSON = "application/json"
 FORM, RAW, IMAGE = "multipart/form-data", "application/octet-stream", "image/*"
@@ -46,19 +45,26 @@ INLINE_BYTES = 4 * 2**10
 """
 
 _WITH_STREAMS = frozenset({"2", "3"})  # versions whose requests do not end with a connection
-_VERSIONS = frozenset({"1.0", "1.1"}) | _WITH_STREAMS
 _KEYS_BYTES = 2**20
 _PLAIN_BYTES = 16 * 2**10  # small, since it is parsed on the event loop
 _DRAIN_S = 5.0
-_WATCH_AFTER_S = 0.02
 _CODINGS = ("gzip", "deflate")
 _INFLATE_STEP = 2**18  # bytes inflated at once on the event loop; takes about 1 ms
 _GZIP_OR_ZLIB, _RAW_DEFLATE = 47, -15
 _FIRST_NIBBLES = (8, 15)  # of zlib and gzip; deflate without a header never begins so
 _MARKS = (b",", b"[", b"{")
-_STEP = 2**20  # bytes counted at once; holds the GIL for 1 to 2 ms
+_STEP = 2**20  # bytes that are counted or searched at once; holds the GIL for a few milliseconds
 _SHOWN = 80
 _MAX_FAULTS = 20
+_MAX_PARTS = 1_000  # of a form
+_PART_HEAD_BYTES = 4 * 2**10
+_MAX_FIELDS = 8  # header lines of a part, and parameters of one of them
+_END = b"\r\n\r\n"
+_FIELD = re.compile(rb"([!#-'*+.^_`|~0-9A-Za-z-]+):[ \t]*([^\r\n]*)")
+# Only quotes and backslashes are unescaped: Windows paths contain literal backslashes. A value
+# without a closing quote extends to the end, so no part of the text is scanned twice.
+_PARAMETER = re.compile(rb';[ \t]*([^\s;=]+)[ \t]*=[ \t]*(?:"((?:\\"|[^"])*+)(?:"|$)|([^;]*))')
+_ESCAPED = re.compile(rb"\\([\"\\])")
 
 
 def _limit_of(settings: Settings, kind: BodyKind, *, is_json: bool) -> int:
@@ -71,33 +77,28 @@ def _limit_of(settings: Settings, kind: BodyKind, *, is_json: bool) -> int:
     return min(_KEYS_BYTES if kind == "keys" else _PLAIN_BYTES, image_bytes)
 
 
-@dataclass(slots=True)
-class _Held:
-    """Bytes of all request bodies in memory. Only received bytes count, so a client cannot block
-    others with a large Content-Length.
-    """
-
-    limit: int
-    count: int = 0
-
-
 class BodyLimit:
     """Refuses a body that is too large for its route (413), that is incomplete after the body
     timeout (408), or that raises the total of all bodies above the limit (503).
 
     The route begins to read after it has admitted its caller, and answers with the refusal.
+
+    Attributes:
+        held: bytes of all bodies in memory. Only received bytes count, so a client cannot block
+            others with a large Content-Length.
     """
 
     def __init__(self, app: ASGIApp, *, settings: Settings) -> None:
         self.app = app
-        self._settings = settings
-        self._held = _Held(settings.held_bytes())
+        self.settings = settings
+        self.held = 0
+        self.max_held = settings.held_bytes()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or not _has_body(scope):
             await self.app(scope, receive, send)
             return
-        body = _Body(scope, receive, self._settings, self._held)
+        body = _Body(scope, receive, self)
         try:
             await self.app(scope, body.receive, body.draining(send))
         finally:
@@ -105,38 +106,38 @@ class BodyLimit:
 
 
 class _Body:
-    """One body: its messages, inflated and without the byte order mark of a JSON text, within its
+    """One body: read whole, inflated and without the byte order mark of a JSON text, within its
     limits. Its bytes count until `release`.
 
     Inflated bytes come in small steps, so a small body that inflates to a large one blocks neither
     the event loop nor memory before a limit refuses it.
     """
 
-    def __init__(self, scope: Scope, receive: Receive, settings: Settings, held: _Held) -> None:
+    def __init__(self, scope: Scope, receive: Receive, limit: BodyLimit) -> None:
         self._scope = scope
         self._receive = receive
-        self._settings = settings
-        self._held = held
-        self._deadline = asyncio.get_running_loop().time() + settings.body_timeout_ms / 1e3
+        self._settings = limit.settings
+        self._limit = limit
+        self._deadline = asyncio.get_running_loop().time() + limit.settings.body_timeout_ms / 1e3
         self._max_bytes = 0
         self._bytes = 0
         self._has_arrived = self._is_complete = False  # at this server, at the route
         self._coding = _coding(scope)
         self._inflater: Any = None  # zlib does not export its type
-        self._pending = b""
         media_type = media_type_of(scope)
         self._is_json = media_type == JSON or media_type.endswith("+json")
-        self._is_at_start = True
 
     async def receive(self) -> Message:
-        """The next message for the route. Raises: RefusedError."""
+        """The whole body as one message, then the next message of the server.
+
+        Raises: RefusedError.
+        """
         if self._is_complete:
             return await self._raw()
-        if not self._max_bytes:
-            self._begin()
+        self._begin()
         try:
             async with asyncio.timeout_at(self._deadline):
-                message = await self._unmarked()
+                body = await self._whole()
         except TimeoutError:
             raise RefusedError(
                 problems.BODY_TOO_SLOW,
@@ -148,14 +149,15 @@ class _Body:
             raise RefusedError(
                 problems.OVERLOADED, "The service is stopping. Try again in a second."
             ) from None
-        if message["type"] == "http.disconnect":
-            raise RefusedError(
-                problems.CLIENT_DISCONNECTED,
-                "The client disconnected before its body was complete.",
-            )
-        self._count(len(message.get("body", b"")))
-        self._is_complete = not message.get("more_body", False)
-        return message
+        self._is_complete = True
+        if self._is_json:
+            if body.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in body[:2]:
+                raise RefusedError(
+                    problems.UNSUPPORTED_MEDIA,
+                    "The JSON is encoded as UTF-16 or UTF-32. Send it as UTF-8.",
+                )
+            body = body.removeprefix(codecs.BOM_UTF8)
+        return {"type": "http.request", "body": body, "more_body": False}
 
     def draining(self, send: Send) -> Send:
         """`send`, which discards the rest of the body during an answer that comes before its end.
@@ -185,7 +187,7 @@ class _Body:
 
     def release(self) -> None:
         """Stop counting the body: it is no longer in memory."""
-        self._held.count -= self._bytes
+        self._limit.held -= self._bytes
         self._bytes = 0
 
     def _begin(self) -> None:
@@ -202,18 +204,20 @@ class _Body:
         if claimed.isdecimal() and int(claimed) > self._max_bytes:
             self._refuse_size(f"{int(claimed):,} bytes")
 
-    def _count(self, size: int) -> None:
+    def _count(self, part: bytes, parts: list[bytes]) -> None:
+        size = len(part)
         if self._bytes + size > self._max_bytes:
             after = " after decompression" if self._coding else ""
             self._refuse_size(f"more than {self._max_bytes:,} bytes{after}")
-        if self._held.count + size > self._held.limit:
+        if self._limit.held + size > self._limit.max_held:
             raise RefusedError(
                 problems.OVERLOADED,
-                f"The bodies of all requests use more than {self._held.limit:,} bytes, which is "
-                "the limit. Try again in a second.",
+                f"The bodies of all requests use more than {self._limit.max_held:,} bytes, which "
+                "is the limit. Try again in a second.",
             )
         self._bytes += size
-        self._held.count += size
+        self._limit.held += size
+        parts.append(part)
 
     def _refuse_size(self, size: str) -> NoReturn:
         cure = "Split the request" if self._is_json else "Resize or compress the image"
@@ -222,50 +226,41 @@ class _Body:
             f"The request body has {size}; the limit is {self._max_bytes:,}. {cure}.",
         )
 
-    async def _unmarked(self) -> Message:
-        message = await self._inflated()
-        is_start, self._is_at_start = self._is_at_start and self._is_json, False
-        while is_start and message.get("more_body") and len(message["body"]) < 3:
-            more = await self._inflated()
-            message = {**more, "body": message["body"] + more.get("body", b"")}
-        if is_start:
-            start = message.get("body", b"")
-            if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in start[:2]:
-                raise RefusedError(
-                    problems.UNSUPPORTED_MEDIA,
-                    "The JSON is encoded as UTF-16 or UTF-32. Send it as UTF-8.",
-                )
-            message = {**message, "body": start.removeprefix(codecs.BOM_UTF8)}
-        return message
-
-    async def _inflated(self) -> Message:
-        if not self._coding:
-            return await self._raw()
-        if self._pending or self._has_arrived:
-            await asyncio.sleep(0)  # lets other requests run
-        else:
+    async def _whole(self) -> bytes:
+        parts: list[bytes] = []
+        while not self._has_arrived:
             message = await self._raw()
-            if message["type"] != "http.request":
-                return message
-            self._pending = message.get("body", b"")
-        if self._inflater is None or self._inflater.eof:
-            if self._inflater is not None:
-                self._pending = self._pending.lstrip(b"\0")  # padding after a member of a gzip file
-            elif self._has_arrived and not self._pending:
-                raise self._damaged()
-            if not self._pending:
-                return {"type": "http.request", "body": b"", "more_body": not self._has_arrived}
-            is_raw = self._coding == "deflate" and self._pending[0] % 16 not in _FIRST_NIBBLES
-            self._inflater = zlib.decompressobj(_RAW_DEFLATE if is_raw else _GZIP_OR_ZLIB)
-        try:
-            body = self._inflater.decompress(self._pending, _INFLATE_STEP)
-        except zlib.error:
-            raise self._damaged() from None
-        self._pending = self._inflater.unconsumed_tail or self._inflater.unused_data
-        more = not self._has_arrived or bool(self._pending) or len(body) == _INFLATE_STEP
-        if not more and not self._inflater.eof:
+            if message["type"] == "http.disconnect":
+                raise RefusedError(
+                    problems.CLIENT_DISCONNECTED,
+                    "The client disconnected before its body was complete.",
+                )
+            if self._coding:
+                await self._inflate(message.get("body", b""), parts)
+            else:
+                self._count(message.get("body", b""), parts)
+        if self._coding and (self._inflater is None or not self._inflater.eof):
             raise self._damaged()
-        return {"type": "http.request", "body": body, "more_body": more}
+        return b"".join(parts)
+
+    async def _inflate(self, data: bytes, parts: list[bytes]) -> None:
+        """Inflate the next part of the body, in small steps."""
+        part = b""
+        while data or len(part) == _INFLATE_STEP:  # zlib may have more without more data
+            if self._inflater is None or self._inflater.eof:
+                if self._inflater is not None:
+                    data = data.lstrip(b"\0")  # padding after a member of a gzip file
+                    if not data:
+                        return
+                is_raw = self._coding == "deflate" and data[0] % 16 not in _FIRST_NIBBLES
+                self._inflater = zlib.decompressobj(_RAW_DEFLATE if is_raw else _GZIP_OR_ZLIB)
+            try:
+                part = self._inflater.decompress(data, _INFLATE_STEP)
+            except zlib.error:
+                raise self._damaged() from None
+            self._count(part, parts)
+            data = self._inflater.unconsumed_tail or self._inflater.unused_data
+            await asyncio.sleep(0)  # lets other requests run
 
     def _damaged(self) -> RefusedError:
         return RefusedError(
@@ -297,37 +292,11 @@ def _has_body(scope: Scope) -> bool:
     return b"content-length" in names or b"transfer-encoding" in names
 
 
-def refusal_of_head(scope: Scope) -> tuple[ProblemType, str] | None:
-    """Why the head of a request is refused, or None.
-
-    A server may accept a larger head that arrives at once, and a body with two lengths, which a
-    proxy in front of it could read as two requests.
-    """
-    headers: list[tuple[bytes, bytes]] = scope["headers"]
-    size = len(scope["path"]) + len(scope["query_string"])
-    if size + sum([len(name) + len(value) + 4 for name, value in headers]) > HEAD_BYTES:
-        return (
-            problems.HEAD_TOO_LARGE,
-            f"The head of the request has more than {HEAD_BYTES // 2**10} KiB. Shorten it.",
-        )
-    version = scope["http_version"]
-    if version not in _VERSIONS:
-        return problems.BAD_REQUEST, f"HTTP/{version[:_SHOWN]} is not supported. Send HTTP/1.1."
-    codings = [value.strip().lower() for name, value in headers if name == b"transfer-encoding"]
-    lengths = [value for name, value in headers if name == b"content-length"]
-    if codings and (lengths or codings != [b"chunked"] or version == "1.0"):
-        text = "Transfer-Encoding must be chunked, without a length, in HTTP/1.1."
-        return problems.BAD_REQUEST, text
-    return None
-
-
 def _coding(scope: Scope) -> str:
     """The Content-Encoding of a body; empty if it is sent as it is."""
-    if not header(scope, b"content-encoding"):
-        return ""
-    sent = ",".join(Headers(scope=scope).getlist("content-encoding")).lower().split(",")
-    codings = [{"identity": "", "x-gzip": "gzip"}.get(each, each) for each in map(str.strip, sent)]
-    return ", ".join(filter(None, codings))
+    sent = b",".join([value for name, value in scope["headers"] if name == b"content-encoding"])
+    words = map(str.strip, sent.decode("latin-1").lower().split(","))
+    return ", ".join(filter(None, ({"identity": "", "x-gzip": "gzip"}.get(w, w) for w in words)))
 
 
 def header(scope: Scope, name: bytes) -> str:
@@ -342,43 +311,6 @@ def header(scope: Scope, name: bytes) -> str:
 def media_type_of(scope: Scope) -> str:
     """The content type without its parameters, in lowercase."""
     return header(scope, b"content-type").partition(";")[0].strip().lower()
-
-
-async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Run `work`, for a request whose body was read; cancel it if the client disconnects.
-
-    Raises: RefusedError, any error of `work`.
-    """
-    working = asyncio.current_task()
-    assert working is not None
-    watching: asyncio.Task[None] | None = None
-    is_disconnected = False
-
-    async def watch() -> None:
-        nonlocal is_disconnected
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-        is_disconnected = True
-        working.cancel()
-
-    def begin() -> None:
-        nonlocal watching
-        watching = asyncio.create_task(watch())
-
-    # A task costs more than most answers from the cache.
-    timer = asyncio.get_running_loop().call_later(_WATCH_AFTER_S, begin)
-    try:
-        return await work
-    except asyncio.CancelledError:
-        if is_disconnected and not working.uncancel():
-            raise RefusedError(
-                problems.CLIENT_DISCONNECTED, "The client disconnected before its answer."
-            ) from None
-        raise
-    finally:
-        timer.cancel()
-        if watching is not None:
-            watching.cancel()
 
 
 def parse_json(body: bytes) -> Any:
@@ -414,24 +346,12 @@ async def read_body(request: Request, *kinds: str) -> tuple[bytes, str]:
 
     Raises: HTTPException (415), RefusedError.
     """
-    body, sent = await _whole_body(request), media_type_of(request.scope)
+    body, sent = await request.body(), media_type_of(request.scope)
     kind = IMAGE if sent.startswith("image/") else sent
     if kind not in kinds:
         text = f"Content-Type = {sent[:_SHOWN]!r} is not supported here; send {', '.join(kinds)}."
         raise HTTPException(415, text)
     return body, kind
-
-
-async def _whole_body(request: Request) -> bytes:
-    parts: list[bytes] = []
-    more = True
-    while more:
-        message = await request.receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnect
-        parts.append(message.get("body", b""))
-        more = message.get("more_body", False)
-    return b"".join(parts)
 
 
 async def off_loop(request: Request, work: Callable[[], T]) -> T:
@@ -485,3 +405,96 @@ def fault(name: str, message: str) -> RequestValidationError:
 
 def _fault(name: str, message: str) -> dict[str, Any]:
     return {"type": "out_of_range", "loc": (name,), "msg": message}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One part of a form; it is a file if it has a file name."""
+
+    name: str
+    is_file: bool
+    data: bytes
+
+    @property
+    def text(self) -> str:
+        """The content as text. Raises: HTTPException (400) if it is not UTF-8."""
+        return _decoded(self.data, repr(self.name[:_SHOWN]))
+
+
+def parse_form(body: bytes, content_type: str) -> list[Part]:
+    """The parts of a form (RFC 7578) in order.
+
+    Clients choose a boundary that occurs in no part, so a boundary with any other continuation is
+    an error. A hostile form of near-boundaries therefore fails at the first one.
+
+    Raises: HTTPException (400) if the form cannot be read.
+    """
+    boundary = _parameters(content_type.encode("latin-1")).get(b"boundary")
+    if not boundary:
+        raise HTTPException(400, "Missing boundary in multipart.")
+    delimiter = b"\r\n--" + boundary
+    # The first boundary may start the body without a CRLF; anything before it is ignored.
+    start = -2 if body.startswith(delimiter[2:]) else _find(body, delimiter, 0)
+    parts: list[Part] = []
+    while start != -1:
+        after = start + len(delimiter)
+        if body.startswith(b"--", after):
+            return parts
+        if not body.startswith(b"\r\n", after):
+            raise _malformed(f"the boundary before byte {after:,} is not followed by a line break")
+        if len(parts) == _MAX_PARTS:
+            raise _malformed(f"it has more than {_MAX_PARTS:,} parts")
+        end_of_head = body.find(_END, after, after + _PART_HEAD_BYTES)
+        if end_of_head == -1:
+            raise _malformed(f"the head of a part has no end within {_PART_HEAD_BYTES:,} bytes")
+        content = end_of_head + len(_END)
+        start = _find(body, delimiter, content)
+        parts.append(_part(body[after + 2 : end_of_head], body[content : max(start, content)]))
+    raise _malformed("its end is missing")
+
+
+def _find(body: bytes, delimiter: bytes, start: int) -> int:
+    """Like `bytes.find`, in steps, so other threads can run in between."""
+    for step in range(start, len(body), _STEP):
+        found = body.find(delimiter, step, step + _STEP + len(delimiter) - 1)
+        if found != -1:
+            return found
+    return -1
+
+
+def _part(head: bytes, data: bytes) -> Part:
+    disposition = b""
+    lines = head.split(b"\r\n", _MAX_FIELDS)
+    for line in lines:
+        field = _FIELD.fullmatch(line)
+        if field is None or len(lines) > _MAX_FIELDS:
+            raise _malformed(
+                f"the head of a part must be up to {_MAX_FIELDS} lines of the form NAME: VALUE"
+            )
+        if field[1].lower() == b"content-disposition":
+            disposition = field[2]
+    given = _parameters(disposition)
+    name = _decoded(given.get(b"name", b""), "a name")
+    if not name:
+        raise _malformed("a part has no name")
+    return Part(name, b"filename" in given, data)
+
+
+def _parameters(value: bytes) -> dict[bytes, bytes]:
+    """The `name=value` pairs that follow the first semicolon of a header."""
+    found: dict[bytes, bytes] = {}
+    for match in islice(_PARAMETER.finditer(value), _MAX_FIELDS):
+        name, quoted, token = match.groups()
+        found[name.lower()] = token.rstrip() if quoted is None else _ESCAPED.sub(rb"\1", quoted)
+    return found
+
+
+def _decoded(text: bytes, what: str) -> str:
+    try:
+        return text.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise _malformed(f"{what} is not UTF-8 text") from None
+
+
+def _malformed(what: str) -> HTTPException:
+    return HTTPException(400, f"The form cannot be read: {what}. Send multipart/form-data.")

@@ -5,9 +5,11 @@ BodyLimit ─► Edge ─► CORS ─► Compression ─► router
 """
 
 import functools
+import ipaddress
 import random
 import re
 import time
+from collections.abc import Iterable
 from http import HTTPStatus
 
 import structlog
@@ -16,20 +18,39 @@ from starlette.middleware.gzip import GZipMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kinlens.service.access.links import forwarded_prefix, public_path, set_prefix
-from kinlens.service.access.rates import Account, Addresses, client_address
-from kinlens.service.http.bodies import header, refusal_of_head
+from kinlens.service.access.links import PREFIX, forwarded_prefix, public_path
+from kinlens.service.access.rates import Account
+from kinlens.service.http.bodies import header
 from kinlens.service.observe.metrics import Metrics, trace_fields
-from kinlens.service.problems import BAD_REQUEST, UNKNOWN_HOST, problem, request_id_of
+from kinlens.service.problems import (
+    BAD_REQUEST,
+    HEAD_TOO_LARGE,
+    UNKNOWN_HOST,
+    ProblemType,
+    problem,
+    request_id_of,
+)
 from kinlens.service.redis import begin_budget
-from kinlens.service.settings import ANY_HOST, Settings
+from kinlens.service.settings import ANY_HOST, Settings, parse_network
 
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+HEAD_BYTES = 16 * 2**10
+"""Limit of the head of a request."""
+
+_VERSIONS = frozenset({"1.0", "1.1", "2", "3"})
 _READ = frozenset({"GET", "HEAD"})
 _SLASHED = ("/admin/", "/docs/")  # pages with a wrong slash at the end
 _THIS_MACHINE = ("127.0.0.0/8", "::1")
 _UNMATCHED = "unmatched"
 _SHOWN_CHARACTERS = 64
 _KNOWN_CODINGS = 64
+_FORWARDED = "x-forwarded-for"
+# Some gateways add a port: 10.0.0.5:443, [2001:db8::1]:443, "[2001:db8::1]".
+_WITH_PORT = re.compile(r'"?(?:\[([^\[\]]+)\]|([\d.]+))(?::\d{1,5})?"?')
+_NO_ADDRESS = "local"
+_IPV6_PREFIX = 64
+_KNOWN_ADDRESSES = 1_024
 _IDS = random.Random()  # ids are not secrets, and this needs no system call per request
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _HOST = re.compile(r"(\[[^\]]+\]|[^:\[\]]+)(:\d+)?")
@@ -138,7 +159,7 @@ class Edge:
         prefix, sent = self._prefix, None
         if header(scope, b"x-forwarded-prefix") and self._prefixing.trusts(scope):
             sent = forwarded_prefix(Headers(scope=scope).getlist("x-forwarded-prefix"))
-        set_prefix(prefix if sent is None else sent)
+        PREFIX.set(prefix if sent is None else sent)
         path = scope["path"]
         if not prefix or not f"{path}/".startswith(f"{prefix}/"):
             return False
@@ -159,7 +180,7 @@ class Edge:
         is_known = ANY_HOST in self._hosts or (match and match[1].lower() in self._hosts)
         is_probe = scope["method"] in _READ and scope["path"] in _PROBES
         control = _CONTROL.search(scope["path"])
-        if (refusal := refusal_of_head(scope)) is not None:
+        if (refusal := _refusal_of_head(scope)) is not None:
             kind, text = refusal
         elif not is_known and not is_probe:
             kind = UNKNOWN_HOST
@@ -205,10 +226,96 @@ class Edge:
             method=scope["method"],
             status=status,
             principal=state.get("principal", "anonymous"),
-            client=client_address(scope),
+            client=state["address"],
             bytes=size,
             ms=round(seconds * 1e3, 1),
         )
+
+
+def _refusal_of_head(scope: Scope) -> tuple[ProblemType, str] | None:
+    """Why the head of a request is refused, or None.
+
+    A server may accept a larger head that arrives at once, and a body with two lengths, which a
+    proxy in front of it could read as two requests.
+    """
+    size = len(scope["path"]) + len(scope["query_string"])
+    codings, has_length = [], False
+    for name, value in scope["headers"]:
+        size += len(name) + len(value) + 4
+        has_length |= name == b"content-length"
+        if name == b"transfer-encoding":
+            codings.append(value.strip().lower())
+    if size > HEAD_BYTES:
+        return (
+            HEAD_TOO_LARGE,
+            f"The head of the request has more than {HEAD_BYTES // 2**10} KiB. Shorten it.",
+        )
+    version = scope["http_version"]
+    if version not in _VERSIONS:
+        return BAD_REQUEST, f"HTTP/{version[:_SHOWN_CHARACTERS]} is not supported. Send HTTP/1.1."
+    if codings and (has_length or codings != [b"chunked"] or version == "1.0"):
+        text = "Transfer-Encoding must be chunked, without a length, in HTTP/1.1."
+        return BAD_REQUEST, text
+    return None
+
+
+class Addresses:
+    """Finds client addresses; X-Forwarded-For is only read from `trusted` proxies."""
+
+    def __init__(self, trusted: Iterable[str] = ()) -> None:
+        self._trusted = tuple(parse_network(text) for text in trusted)
+
+    def of(self, scope: Scope) -> str:
+        """The address of the client; for IPv6 its /64 network, which usually is one client.
+
+        X-Forwarded-For is read from its end, where the nearest proxy appends, up to the first
+        address that is not a trusted proxy.
+        """
+        address = _peer(scope)
+        if address is None:
+            return _NO_ADDRESS
+        if not self._is_trusted(address):
+            return _shown(address)
+        forwarded = ",".join(Headers(scope=scope).getlist(_FORWARDED))
+        for text in reversed(forwarded.split(",")):
+            match = _WITH_PORT.fullmatch(text.strip())
+            sender = _address(match[1] or match[2] if match else text.strip())
+            if sender is None:
+                break
+            address = sender
+            if not self._is_trusted(address):
+                break
+        return _shown(address)
+
+    def trusts(self, scope: Scope) -> bool:
+        """Whether a request comes directly from a trusted proxy."""
+        peer = _peer(scope)
+        return peer is not None and self._is_trusted(peer)
+
+    def _is_trusted(self, address: Address) -> bool:
+        return any(address in network for network in self._trusted)
+
+
+def _peer(scope: Scope) -> Address | None:
+    client = scope.get("client")
+    return _address(client[0]) if client else None
+
+
+@functools.lru_cache(_KNOWN_ADDRESSES)
+def _address(text: str) -> Address | None:
+    try:
+        address = ipaddress.ip_address(text.partition("%")[0])
+    except ValueError:
+        return None
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return mapped or address
+
+
+@functools.lru_cache(_KNOWN_ADDRESSES)
+def _shown(address: Address) -> str:
+    if isinstance(address, ipaddress.IPv6Address) and not address.is_loopback:
+        return str(ipaddress.ip_network((address, _IPV6_PREFIX), strict=False))
+    return str(address)
 
 
 @functools.lru_cache(_KNOWN_CODINGS)
@@ -225,17 +332,17 @@ class Compression:
     """gzip for answers of texts above 4 KiB; images are compressed already."""
 
     def __init__(self, app: ASGIApp) -> None:
-        self._app = GZipMiddleware(app, minimum_size=4 * 2**10, compresslevel=3)
+        self._plain = app
+        self._compressed = GZipMiddleware(app, minimum_size=4 * 2**10, compresslevel=3)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            value = header(scope, b"accept-encoding")
-            # The middleware only looks for the word gzip, also in `gzip;q=0`.
-            if accepts_gzip(value) != ("gzip" in value):
-                coding = b"identity" if "gzip" in value else b"gzip"
+        app = self._plain
+        if scope["type"] == "http" and accepts_gzip(value := header(scope, b"accept-encoding")):
+            app = self._compressed
+            if "gzip" not in value:  # the middleware looks for this word alone
                 others = [each for each in scope["headers"] if each[0] != b"accept-encoding"]
-                scope = {**scope, "headers": [*others, (b"accept-encoding", coding)]}
-        await self._app(scope, receive, send)
+                scope = {**scope, "headers": [*others, (b"accept-encoding", b"gzip")]}
+        await app(scope, receive, send)
 
 
 def _request_id(scope: Scope) -> str:

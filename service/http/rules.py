@@ -30,8 +30,8 @@ from kinlens.embedder import errors
 from kinlens.embedder.errors import AccessError, KeyMissingError, KinlensError, StateError
 from kinlens.service.access import keys, links
 from kinlens.service.access.audit import AuditLog, Change, warn
-from kinlens.service.access.keys import EVERYTHING, FreshKeys, KeyStore, set_caller
-from kinlens.service.access.rates import Account, RateLimits, client_address
+from kinlens.service.access.keys import CALLER, EVERYTHING, FreshKeys, KeyStore
+from kinlens.service.access.rates import Account, RateLimits, parse_rates
 from kinlens.service.concurrency import BoundedPool
 from kinlens.service.http.bodies import BodyKind
 from kinlens.service.problems import from_error
@@ -139,9 +139,9 @@ class Route(APIRoute):
         try:
             key = await admission.admit(request, self.rule)
             # Also without a key: a server may start a request in the context of another.
-            set_caller(EVERYTHING if key is None else key.binding())
+            CALLER.set(EVERYTHING if key is None else key.binding())
             if admission.signs:
-                links.set_signer(key)
+                links.SIGNER.set(key)
             return await handler(request)
         except Exception as error:
             return await from_error(request, error)
@@ -177,8 +177,9 @@ class Admission:
         redis: SharedRedis | None,
     ) -> None:
         self._keys = None if store is None else FreshKeys(store)
-        self._rates = _open_rates(settings, redis)
+        self._rates = RateLimits({"failure": _FAILURES, "refusal": _REFUSALS}, redis)
         self._per_key = settings.rate_limit_per_key
+        self._per_address = parse_rates(settings.rate_limit_per_address)
         self._audit = audit
         self._writers = BoundedPool("audit", 1, _UNWRITTEN)
         self.signs = settings.image_links == "signed"
@@ -235,7 +236,7 @@ class Admission:
             by=state.get("principal", ANONYMOUS),
             status=status,
             key_id=None if key is None else key.id,
-            client=client_address(request.scope),
+            client=state["address"],
             request_id=state["request_id"],
             **named | state.get("change", {}),
         )
@@ -292,7 +293,7 @@ class Admission:
 
         Reading the file is costly, so every attempt is rate-limited, including those with new keys.
         """
-        verdict = await self._rates.hit("failure", client_address(scope))
+        verdict = await self._rates.hit("failure", scope["state"]["address"])
         if not verdict.allowed:
             raise errors.RateLimitedError(
                 f"This address sent too many unknown API keys. Try again in "
@@ -327,22 +328,15 @@ class Admission:
         """Count a request against the rate of its key, or of its address if it has no key."""
         key: keys.Key | None = scope["state"].get("key")
         if key is None or "is_link" in scope["state"]:  # one customer, not all who have the key
-            account = Account(self._rates, "address", client_address(scope))
+            address = scope["state"]["address"]
+            account = Account(self._rates, "address", address, self._per_address)
         else:
             account = Account(self._rates, "key", key.id, key.rates(self._per_key))
         scope["state"]["account"] = account
-        await account.open()
-
-
-def _open_rates(settings: Settings, redis: SharedRedis | None) -> RateLimits:
-    """The rate limits of the settings and of unknown keys, counted in Redis if it is configured."""
-    rates = {
-        "key": settings.rate_limit_per_key,
-        "address": settings.rate_limit_per_address,
-        "failure": _FAILURES,
-        "refusal": _REFUSALS,
-    }
-    return RateLimits(rates, redis)
+        if account.rates:
+            await account.open()
+        else:
+            account.units = 1
 
 
 def _methods_at(request: Request) -> set[str]:

@@ -14,7 +14,7 @@ import uvicorn
 from fastapi import FastAPI
 from starlette.types import ASGIApp
 
-from kinlens.service.http.bodies import HEAD_BYTES
+from kinlens.service.http.edge import HEAD_BYTES
 from kinlens.service.settings import Settings
 
 KEEP_ALIVE_S = 20

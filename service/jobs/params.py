@@ -30,7 +30,7 @@ from kinlens.embedder.types import SHORT
 from kinlens.indexer.galleries import current_manifest
 from kinlens.indexer.ingest.sync import MaxRemoved
 from kinlens.models import BundleModel, JobKind, JobOptions
-from kinlens.service.access.keys import of_caller
+from kinlens.service.access.keys import CALLER
 from kinlens.service.galleries.locations import (
     GalleryLocation,
     Locations,
@@ -273,7 +273,7 @@ def options_of(settings: Settings) -> JobOptions:
     For a key that is bound to galleries these are the bundles of its galleries: it cannot train,
     and other names can be those of other shops.
     """
-    binding = of_caller()
+    binding = CALLER.get()
     known = known_bundles(settings.state, settings.bundle)
     if binding.is_bound:
         locations = Locations(settings)
@@ -343,7 +343,7 @@ def _table_of(job: str, name: str) -> dict[str, Any]:
 
 
 def _location_of(name: str, settings: Settings) -> GalleryLocation:
-    locations, permits = Locations(settings), of_caller().permits
+    locations, permits = Locations(settings), CALLER.get().permits
     location = locations.find(name) if permits(name) else None
     location = location and locations.read(location)  # no other: it may hang
     if location is None or not location.exists:

@@ -15,7 +15,7 @@ from typing import Any
 from kinlens.embedder.durable import make_folder
 from kinlens.embedder.errors import JobConflictError, JobNotFoundError, KinlensError, StateError
 from kinlens.models import JobKind, JobModel, JobState
-from kinlens.service.access.keys import of_caller
+from kinlens.service.access.keys import CALLER
 
 ACTIVE: tuple[JobState, ...] = ("queued", "running")
 ENDED: tuple[JobState, ...] = ("succeeded", "failed", "cancelled")
@@ -132,14 +132,14 @@ class JobStore:
         """One job. Raises: JobNotFoundError."""
         with self._transaction() as connection:
             for job in _read(connection, "WHERE id = ?", job_id):
-                if of_caller().permits(*job.galleries):
+                if CALLER.get().permits(*job.galleries):
                     return job
         raise JobNotFoundError(f"There is no job {job_id[:40]!r}. GET /jobs lists all jobs.")
 
     def newest(self, state: JobState | None = None, limit: int = 100) -> list[Job]:
         """Up to `limit` jobs in this state, by default in any, newest first."""
         where = "WHERE state = coalesce(?, state) ORDER BY number DESC LIMIT ?"
-        binding = of_caller()
+        binding = CALLER.get()
         read = sys.maxsize if binding.is_bound else limit
         with self._transaction() as connection:
             found = _read(connection, where, state, read)

@@ -21,7 +21,7 @@ from kinlens.indexer.filters.tree import Filter
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.types import Boost, Facet, Group, Grouping, SearchOptions, SortBy, VectorStore
 from kinlens.quality.calibration import Shares
-from kinlens.service.access.links import plain_link
+from kinlens.service.access.links import link_parts
 from kinlens.service.encoding.model import Stages, View
 from kinlens.service.galleries.view import GalleryView
 
@@ -148,8 +148,7 @@ class Found:
 
     def encoded(self, gallery: str, generation: str, by: str) -> bytes:
         """The cacheable part of an answer as JSON bytes; groups have equal values of `by`."""
-        # Without a call for each hit; the name is quoted, so it contains no slash.
-        start, end = plain_link(gallery, 0, generation).split("/0/")
+        start, end = link_parts(gallery, generation)
         shares, views = self.shares, self.views
 
         def listed(hits: Sequence[Hit]) -> list[dict[str, Any]]:
@@ -160,7 +159,7 @@ class Found:
                     "score": floor(hit.score * 1e6 + 1e-6) / 1e6,  # as `_floored`
                     "probability": None if shares is None else _floored(shares.of(hit), 4),
                     "attributes": hit.attributes,
-                    "image": f"{start}/{hit.id}/{end}",
+                    "image": f"{start}{hit.id}{end}",
                 }
                 for hit in hits
             ]

@@ -28,7 +28,6 @@ from kinlens.service.access.keys import FreshKeys, KeyStore, Limits
 from kinlens.service.access.rates import (
     FIRST,
     Account,
-    Addresses,
     Charge,
     LocalCounts,
     RateLimits,
@@ -41,7 +40,8 @@ from kinlens.service.encoding.model import Batcher
 from kinlens.service.encoding.workers import Workers
 from kinlens.service.galleries.feedback import FeedbackStore, Question
 from kinlens.service.galleries.uploads import SharedUploads, UploadFolder
-from kinlens.service.http.forms import Part, parse_form
+from kinlens.service.http.bodies import Part, parse_form
+from kinlens.service.http.edge import Addresses
 from kinlens.service.http.rules import Route
 from kinlens.service.jobs.manager import JobManager
 from kinlens.service.jobs.params import params_of

@@ -63,7 +63,6 @@ def target(
         state=folder / "state",
         jobs="elsewhere",
         training_command="true",
-        body_timeout_ms=3_000,
     ) as process:
         target = Target(process, key)
         target.send("POST", "/galleries", json={"name": "live"}).raise_for_status()

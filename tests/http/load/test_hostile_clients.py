@@ -8,7 +8,6 @@ from contextlib import ExitStack
 
 import pytest
 
-from kinlens.service.settings import Settings
 from tests.support.framings import (
     LAST,
     READABLE,
@@ -20,7 +19,14 @@ from tests.support.framings import (
     requests,
 )
 from tests.support.proxies import HOST, OPTIONS, STALLED_S, Proxy, started
-from tests.support.servers import DEFAULTS, FakeGallery, GatedEmbedder, create_app, run
+from tests.support.servers import (
+    DEFAULTS,
+    FakeGallery,
+    GatedEmbedder,
+    create_app,
+    run,
+    settings_of,
+)
 from tests.support.waiting import until
 from tests.tiny import encoded, photo
 
@@ -36,7 +42,8 @@ def proxy(
 ) -> Iterator[Proxy]:
     embedder = GatedEmbedder()
     hosts = (HOST, "localhost", "127.0.0.1")
-    settings = Settings(**DEFAULTS | LIMITS, trusted_proxies=("127.0.0.1",), allowed_hosts=hosts)
+    given = {"trusted_proxies": ("127.0.0.1",), "allowed_hosts": hosts}
+    settings = settings_of(**DEFAULTS | LIMITS | given)
     gallery = FakeGallery(embedder, [*photos, photos[0] + bytes(LARGE)])
     with ExitStack() as stack:
         service = run(create_app(settings, embedder, {"shop": gallery}))

@@ -2,11 +2,11 @@
 
     python benchmarks/search_path.py --bundle DIR [--verbose]
 
-It serves the bundle and a gallery with uvicorn in a thread and counts the calls of Python functions
-in all threads of the process, by the profiling hook of Python, during one request with a new image
-as a form. A search is warm after a few others. A worker process is not counted. `--verbose` prints
-the calls in their order. Counts are the least of several searches, since background work may run
-at the same time. Without a bundle, a network is trained for a minute.
+It serves the bundle and a gallery as `kinlens-serve` does, in a thread, and counts the calls of
+Python functions in all threads of the process, by the profiling hook of Python, during one request
+with a new image as a form. A search is warm after a few others. A worker process is not counted.
+`--verbose` prints the calls in their order. Counts are the least of several searches, since
+background work may run at the same time. Without a bundle, a network is trained for a minute.
 """
 
 import logging
@@ -31,6 +31,7 @@ from search import small_bundle
 import kinlens
 from kinlens.embedder.session import OnnxEmbedder
 from kinlens.service.app import create_app
+from kinlens.service.http.server import config_of
 from kinlens.service.observe.logs import configure_logs
 from kinlens.service.settings import Settings
 
@@ -89,8 +90,8 @@ def served(bundle: Path, folder: Path) -> Any:
     )
     configure_logs("info")
     logging.getLogger("httpx").setLevel(logging.WARNING)  # of the client
-    app = create_app(Settings(bundle=bundle, galleries=(f"g={path}",)))
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
+    settings = Settings(bundle=bundle, galleries=(f"g={path}",))
+    server = uvicorn.Server(config_of(create_app(settings), settings))
     with closing(socket.create_server(("127.0.0.1", 0))) as listener:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()

@@ -261,16 +261,24 @@ class BoundedPool:
 
         Raises: OverloadedError if no permit is free, or the subject does not answer.
         """
-        with contextlib.ExitStack() as cleanup:
-            cleanup.callback(after)
+        ends = [after]
+
+        def end(_: object = None) -> None:
+            while ends:
+                ends.pop()()
+
+        try:
             if not bulk:
                 self._take(urgent)
-                cleanup.callback(self._give, urgent)
+                ends.append(functools.partial(self._give, urgent))
             if subject is not None:
-                cleanup.enter_context(self._share(subject, bulk))
+                self._hold(subject, bulk)
+                ends.append(functools.partial(self._let_go, subject))
             future = self._threads.submit(work, urgent=urgent, subject=subject)
-            until_done = cleanup.pop_all()
-            future.add_done_callback(lambda _: until_done.close())
+        except BaseException:
+            end()
+            raise
+        future.add_done_callback(end)
         return await asyncio.wrap_future(future)
 
     @contextlib.contextmanager
@@ -298,9 +306,8 @@ class BoundedPool:
         with self._lock:
             self._free[urgent] += 1
 
-    @contextlib.contextmanager
-    def _share(self, subject: str, bulk: bool) -> Iterator[None]:
-        """Hold a permit of a subject. Raises: OverloadedError."""
+    def _hold(self, subject: str, bulk: bool) -> None:
+        """Take a permit of a subject. Raises: OverloadedError."""
         hangs_s = self._threads.hangs_s(subject)
         if hangs_s:
             raise OverloadedError(
@@ -314,12 +321,11 @@ class BoundedPool:
                     "Try again in a second."
                 )
             self._held[subject] += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._held[subject] -= 1
-                self._held += Counter()  # drops the counts of 0
+
+    def _let_go(self, subject: str) -> None:
+        with self._lock:
+            self._held[subject] -= 1
+            self._held += Counter()  # drops the counts of 0
 
     def close(self) -> None:
         """Cancel queued calls; hanging ones end with the process."""
@@ -365,6 +371,8 @@ class SearchThreads(BoundedPool):
 
         Raises: the error of the first value with one.
         """
+        if len(values) == 1:
+            return [work(values[0])]
         results = [Future[T]() for _ in values]
         rest = iter(zip(values, results, strict=True))
 

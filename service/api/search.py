@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 _STAGES = tuple(models.Timings.model_fields)
 _HEADERS = {"Cache-Control": "no-store"}
-_WATCH_AFTER_S = 0.02
+_WATCH_AFTER_S = 0.1
 _SIMILAR = (*FAILURES, errors.ItemNotFoundError, errors.FilterError)
 _SEARCH = (*_SIMILAR, *IMAGE_FAILURES, errors.SearchError)
 _PNG = (  # red and blue, 8 x 8 px

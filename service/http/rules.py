@@ -23,7 +23,7 @@ from fastapi.routing import APIRoute
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute, Match
-from starlette.types import Scope
+from starlette.types import Receive, Scope, Send
 
 from kinlens import models
 from kinlens.embedder import errors
@@ -148,7 +148,19 @@ class Route(APIRoute):
 
 
 class RequestRoute(Route):
-    """A route whose function only takes the request, without FastAPI's parameter handling."""
+    """A route whose function only takes the request, without FastAPI's handling of parameters and
+    of what these leave open.
+    """
+
+    def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
+        super().__init__(path, endpoint, **options)
+        handler = self.get_route_handler()
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            answer = await handler(Request(scope, receive, send))
+            await answer(scope, receive, send)
+
+        self.app = app
 
     def function(self) -> Handler:
         """The function itself."""

@@ -93,14 +93,6 @@ class Pipeline:
         self._prior = prior
         self.in_flight = 0  # searches, and batches
 
-    @contextmanager
-    def _counted(self) -> Iterator[None]:
-        self.in_flight += 1
-        try:
-            yield
-        finally:
-            self.in_flight -= 1
-
     async def search(self, query: Query) -> Answer:
         """Answer one query.
 
@@ -115,12 +107,15 @@ class Pipeline:
         return await self._search(query)
 
     async def _search(self, query: Query) -> Answer:
-        with self._counted(), self._registry.lease(query.gallery) as own:
-            try:
+        self.in_flight += 1
+        try:
+            with self._registry.lease(query.gallery) as own:
                 async with asyncio.timeout(self._limit_s):
                     return await self._run_in_thread(own, query)
-            except TimeoutError:
-                raise too_late(self._limit_s, *_LIMITED) from None
+        except TimeoutError:
+            raise too_late(self._limit_s, *_LIMITED) from None
+        finally:
+            self.in_flight -= 1
 
     async def search_all(self, queries: Sequence[Query | Exception]) -> list[Answer | Exception]:
         """Answer queries concurrently and independently: the result of a query that fails is its
@@ -134,9 +129,9 @@ class Pipeline:
         await asyncio.gather(*(self._registry.refresh_if_unknown(name) for name in names))
         with ExitStack() as leases:
             leases.enter_context(self._search_threads.batch())
-            leases.enter_context(self._counted())
             leased = {name: self._leased(name, leases) for name in names}
             tasks = [asyncio.create_task(self._outcome(query, leased)) for query in queries]
+            self.in_flight += 1
             try:
                 await asyncio.wait(tasks, timeout=self._limit_s)
                 return [
@@ -144,6 +139,7 @@ class Pipeline:
                     for task in tasks
                 ]
             finally:
+                self.in_flight -= 1
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)

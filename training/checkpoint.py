@@ -22,6 +22,73 @@ START = "start.pt"
 """The network at step 0, of a run that compares its model with it."""
 
 _FORMAT = 1
+_PREFIXES = {"test": "", "validation": "validation "}
+"""Of the names of figures in a row, by the classes that they were measured on."""
+_TERMS = ("share ", "scale ", "reach ", "calibrates ", "r_", "feature_norm")
+"""Prefixes of the terms of a step in a row, also of older runs."""
+
+Row = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Recall and other figures of a model by name, on test and on validation classes.
+
+    Files have both in one row, those on validation classes with a prefix.
+    """
+
+    test: Row = field(default_factory=dict)
+    validation: Row = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, row: Row) -> "Figures":
+        prefix = _PREFIXES["validation"]
+        test = {name: value for name, value in row.items() if not name.startswith(prefix)}
+        rest = {name.removeprefix(prefix): row[name] for name in row if name not in test}
+        return cls(test, rest)
+
+    def row(self) -> Row:
+        prefix = _PREFIXES["validation"]
+        return {prefix + name: value for name, value in self.validation.items()} | self.test
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """A finished epoch, counted from 1: means over its steps, its time without evaluation, and the
+    figures after it, if it was evaluated.
+    """
+
+    epoch: int
+    loss: float
+    seconds: float
+    images_per_s: float
+    terms: Row
+    figures: Figures = field(default_factory=Figures)
+
+    @classmethod
+    def of(cls, row: Row) -> "Epoch":
+        terms = cls.terms_in(row)
+        means = {name: row[name] for name in ("loss", "seconds", "images_per_s")}
+        known = {"epoch", *means, *terms}
+        figures = Figures.of({name: row[name] for name in row if name not in known})
+        return cls(int(row["epoch"]), **means, terms=terms, figures=figures)
+
+    @staticmethod
+    def terms_in(row: Row) -> Row:
+        """The terms of a step, or of its mean, that an epoch has."""
+        return {name: value for name, value in row.items() if name.startswith(_TERMS)}
+
+    def row(self) -> Row:
+        """All by name, as in the log and in checkpoints."""
+        means = {"loss": self.loss, "seconds": self.seconds, "images_per_s": self.images_per_s}
+        return {"epoch": float(self.epoch), **means, **self.terms, **self.figures.row()}
+
+    @property
+    def shares(self) -> Row:
+        """The gradient of each regularizer as a part of the gradient of the loss."""
+        return {
+            k.removeprefix("share "): v for k, v in self.terms.items() if k.startswith("share ")
+        }
 
 
 @dataclass(frozen=True)
@@ -37,14 +104,14 @@ class Checkpoint:
     objective: dict[str, Tensor]
     optimizer: dict[str, Any]
     rng: Tensor
-    history: list[dict[str, float]]
+    history: list[Epoch]
     evaluated: int = 0
     best_epoch: int = 0
     best_score: float = -1.0
     average: dict[str, Any] | None = None
-    trunk: dict[str, float] = field(default_factory=dict)
+    trunk: Figures = field(default_factory=Figures)
     trunk_ranks: dict[str, Tensor] = field(default_factory=dict)
-    start: dict[str, float] = field(default_factory=dict)
+    start: Figures = field(default_factory=Figures)
     began_with: str = UNTRAINED
     cuda_rng: Tensor | None = None
     learnt_sha256: str = ""
@@ -117,7 +184,7 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
     """Replace the checkpoint. Raises: TrainingError if it cannot be written."""
     with replacing(path) as file:
         try:
-            torch.save({"format": _FORMAT, **vars(checkpoint)}, file)
+            torch.save({"format": _FORMAT, **vars(checkpoint), **_as_rows(checkpoint)}, file)
         except RuntimeError as error:
             if "unexpected pos" not in str(error):
                 raise
@@ -138,7 +205,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
             raise CheckpointError(
                 f"{path} has format {found}, this version reads {_FORMAT}. Train again."
             )
-        return Checkpoint(**content)
+        return Checkpoint(**content | _from_rows(content))
     except CheckpointError:
         raise
     except Exception as error:
@@ -146,6 +213,27 @@ def load_checkpoint(path: Path) -> Checkpoint:
         raise CheckpointError(
             f"{path} is damaged or not a checkpoint. Resume from a copy or train again."
         ) from error
+
+
+def _as_rows(checkpoint: Checkpoint) -> dict[str, Any]:
+    ranks = checkpoint.trunk_ranks
+    return {
+        "history": [epoch.row() for epoch in checkpoint.history],
+        "trunk": checkpoint.trunk.row(),
+        "start": checkpoint.start.row(),
+        "trunk_ranks": {_PREFIXES[part]: of_part for part, of_part in ranks.items()},
+    }
+
+
+def _from_rows(content: Mapping[str, Any]) -> dict[str, Any]:
+    """What `_as_rows` made; files of version 0.1 lack all but the history."""
+    ranks = content.get("trunk_ranks", {})
+    return {
+        "history": [Epoch.of(row) for row in content["history"]],
+        "trunk": Figures.of(content.get("trunk", {})),
+        "start": Figures.of(content.get("start", {})),
+        "trunk_ranks": {part: ranks[name] for part, name in _PREFIXES.items() if name in ranks},
+    }
 
 
 def load_chosen(folder: Path) -> Checkpoint:

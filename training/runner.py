@@ -11,7 +11,7 @@ import numpy as np
 from kinlens.embedder.bundle import SEEN
 from kinlens.embedder.errors import JobError
 from kinlens.embedder.seen import Seen
-from kinlens.training.checkpoint import FILE, Checkpoint, load_chosen, write_chosen
+from kinlens.training.checkpoint import FILE, Checkpoint, Epoch, Row, load_chosen, write_chosen
 from kinlens.training.config.job import Job
 from kinlens.training.data.records import Split
 from kinlens.training.device import choose_device, tuned
@@ -35,7 +35,6 @@ from kinlens.training.start import (
     seen_before,
     too_few,
 )
-from kinlens.training.state import Figures, Row
 from kinlens.training.trainer import Listener, fit
 
 _PACKAGES = ("torch", "torchvision", "numpy", "pillow")
@@ -66,12 +65,12 @@ def _run(job: Job, split: Split, folder: Path, listener: Listener) -> Result:
     result = Result(
         job=job.as_dict(),
         figures=figures,
-        validation=Figures.of((chosen.history or [chosen.start])[-1]).validation,
+        validation=(chosen.history[-1].figures if chosen.history else chosen.start).validation,
         best_epoch=chosen.epoch,
         chosen_by=job.protocol.choose_by,
-        seconds_per_epoch=statistics.median([row["seconds"] for row in history] or [0.0]),
+        seconds_per_epoch=statistics.median([epoch.seconds for epoch in history] or [0.0]),
         split_sha256=split.sha256(),
-        trunk=chosen.trunk,
+        trunk=chosen.trunk.row(),
         began_with=chosen.began_with,
         versions={package: version(package) for package in _PACKAGES},
         choice=why_not,
@@ -129,15 +128,15 @@ def require_fresh_or_resumable(folder: Path, resume: bool) -> None:
         raise JobError(f"{folder} has no checkpoint to resume from. Start without --resume.")
 
 
-def _test(job: Job, split: Split, chosen: Checkpoint, history: list[Row]) -> Row:
+def _test(job: Job, split: Split, chosen: Checkpoint, history: list[Epoch]) -> Row:
     if job.protocol.evaluate_test == "never":
         return {}
-    row = history[-1] if history else chosen.trunk if chosen.trunk_alone else chosen.start
-    figures = Figures.of(row).test
+    start = chosen.trunk if chosen.trunk_alone else chosen.start
+    figures = (history[-1].figures if history else start).test
     on_line = job.protocol.choose_by == "alpha"
     is_last = chosen.epoch == len(history) and not on_line
     if (is_last or not history) and all(f"R@{k}" in figures for k in job.recall_at):
         return figures
     _, net = chosen.network()
     net = net.to(choose_device(job.runtime))
-    return evaluate(net, split.tested, job, full=not on_line, before=chosen.trunk_ranks.get(""))
+    return evaluate(net, split.tested, job, full=not on_line, before=chosen.trunk_ranks.get("test"))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from kinlens.embedder.errors import CheckpointError, DatasetError, TrainingError
-from kinlens.training.checkpoint import Average, Checkpoint, load_checkpoint
+from kinlens.training.checkpoint import Average, Checkpoint, Epoch, Figures, load_checkpoint
 from kinlens.training.config.job import Job
 from kinlens.training.data.records import Split
 from kinlens.training.device import choose_device
@@ -23,13 +23,6 @@ from kinlens.training.models.stages import stages_of
 from kinlens.training.objective import Objective, TrainingStep
 from kinlens.training.own import require_sources, sources_of
 
-Row = dict[str, float]
-OF_TERMS = ("share ", "scale ", "reach ", "calibrates ", "r_", "feature_norm")
-"""Prefixes of figures of a step that a row has, too, as means over the epoch; also of old runs."""
-VALIDATION = "validation "
-"""Prefix of figures on validation classes; figures on test classes have none."""
-_OF_TIME = ("epoch", "loss", "seconds", "images_per_s")
-
 _PROGRESS = (
     "epoch", "step", "history", "evaluated", "best_epoch", "best_score", "trunk",
     "trunk_ranks", "start", "began_with", "trunk_alone",
@@ -37,39 +30,14 @@ _PROGRESS = (
 """Fields that a run and its checkpoint share."""
 
 
-@dataclass(frozen=True)
-class Figures:
-    """The figures of a row by what they were measured on; the only place that reads their names.
-
-    `shares` are those of the gradients of regularizers, by regularizer, `terms` all of OF_TERMS.
-    """
-
-    test: Row
-    validation: Row
-    terms: Row
-    shares: Row
-
-    @classmethod
-    def of(cls, row: Row) -> "Figures":
-        def of_prefix(prefix: str) -> Row:
-            return {k.removeprefix(prefix): v for k, v in row.items() if k.startswith(prefix)}
-
-        others = (VALIDATION, *OF_TERMS, *_OF_TIME)
-        return cls(
-            test={name: value for name, value in row.items() if not name.startswith(others)},
-            validation=of_prefix(VALIDATION),
-            terms={name: value for name, value in row.items() if name.startswith(OF_TERMS)},
-            shares=of_prefix("share "),
-        )
-
-
 @dataclass
 class Run:
-    """Everything that a step changes. `history` has a row of figures per epoch.
+    """Everything that a step changes.
 
     `evaluated` is the last evaluated epoch. `trunk` and `start` are the figures before the first
     step, of the trunk alone and of the network; `trunk_ranks` are the ranks of the trunk for each
-    query, by prefix, to compare later models. With `trunk_alone` the trunk is the model.
+    query of test and validation classes, to compare later models. With `trunk_alone` the trunk is
+    the model.
     """
 
     job: Job
@@ -82,10 +50,10 @@ class Run:
     evaluated: int = 0
     best_epoch: int = 0
     best_score: float = -1.0
-    history: list[Row] = field(default_factory=list)
-    trunk: Row = field(default_factory=dict)
+    history: list[Epoch] = field(default_factory=list)
+    trunk: Figures = field(default_factory=Figures)
     trunk_ranks: dict[str, Tensor] = field(default_factory=dict)
-    start: Row = field(default_factory=dict)
+    start: Figures = field(default_factory=Figures)
     began_with: str = UNTRAINED
     trunk_alone: bool = False
     average: Average | None = None

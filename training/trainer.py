@@ -4,7 +4,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -14,7 +14,16 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 from kinlens.embedder.errors import TrainingError
-from kinlens.training.checkpoint import BEST, FILE, START, Average, save_checkpoint
+from kinlens.training.checkpoint import (
+    BEST,
+    FILE,
+    START,
+    Average,
+    Epoch,
+    Figures,
+    Row,
+    save_checkpoint,
+)
 from kinlens.training.config.job import Job
 from kinlens.training.config.settings import rate
 from kinlens.training.data.features import CachedFeatures, WithTeacher, pooled_views, taught_by
@@ -32,7 +41,7 @@ from kinlens.training.objective import Terms
 from kinlens.training.report import notices
 from kinlens.training.report.log import RunLog
 from kinlens.training.start import continues_model, start_from_trunk
-from kinlens.training.state import OF_TERMS, VALIDATION, Figures, Row, Run, create_run, restore
+from kinlens.training.state import Run, create_run, restore
 
 _LOG_EVERY_STEPS = 10
 _SAVE_EVERY_S = 15.0
@@ -56,14 +65,14 @@ def fit(
     listener: Listener,
     resume: bool = False,
     trains: bool = True,
-) -> list[Row]:
+) -> list[Epoch]:
     """Train `job` on `split.train` and its feedback, and write everything to `folder`.
 
     Before the first step the trunk alone is measured on the held-out classes. The model of the run
     is the last epoch, in `checkpoint.pt`, unless the job's protocol chooses the best one, which is
     then in `best.pt`. With `resume` the run continues from its last checkpoint; on a CPU the result
     is bit for bit the same as without a stop. If `trains` is False or the start is the trunk alone,
-    the run ends before the first step. Returns a row of figures per epoch. Raises: TrainingError.
+    the run ends before the first step. Returns its epochs. Raises: TrainingError.
     """
     torch.manual_seed(job.seed)  # NumPy and Python draw from generators of their own
     images = split.to_learn()
@@ -153,27 +162,27 @@ class _Training:
         """Epoch 0: measure the trunk or the continued model, set initial weights, measure those."""
         (self.folder / BEST).unlink(missing_ok=True)  # of a start that was cut short
         run, job, split = self.run, self.run.job, self.split
-        images = {} if split.validation is None else {VALIDATION: [split.validation]}
+        held_out = {} if split.validation is None else {"validation": [split.validation]}
         if job.protocol.evaluate_test != "never":
-            images[""] = split.tested
-        computed = self.listener.computed
-        features = {p: [pooled(run.net, x, job, computed) for x in images[p]] for p in images}
+            held_out["test"] = split.tested
+        features = {
+            part: [pooled(run.net, images, job, self.listener.computed) for images in several]
+            for part, several in held_out.items()
+        }
 
         def embedded(x: Tensor) -> Tensor:
             return run.net.embed(run.net.project(x))
 
-        def measured(function: Callable[[Tensor], Tensor]) -> tuple[Row, dict[str, Tensor]]:
-            found: Row = {}
+        def measured(function: Callable[[Tensor], Tensor]) -> tuple[Figures, dict[str, Tensor]]:
+            figures: dict[str, Row] = {}
             ranks: dict[str, Tensor] = {}
-            for prefix, parts in images.items():
+            for part, images in held_out.items():
                 with evaluating(run.net), torch.inference_mode():
-                    vectors = [function(x.to(run.device)) for x in features[prefix]]
-                answers = retrieval(*searched(vectors, parts), ks=job.recall_at)
-                ranks[prefix] = answers.ranks
-                before = run.trunk_ranks.get(prefix)
-                row = answers.as_dict() | gain(before, answers.ranks, parts[0].labels)
-                found |= {prefix + name: value for name, value in row.items()}
-            return found, ranks
+                    vectors = [function(x.to(run.device)) for x in features[part]]
+                found = retrieval(*searched(vectors, images), ks=job.recall_at)
+                change = gain(run.trunk_ranks.get(part), found.ranks, images[0].labels)
+                figures[part], ranks[part] = found.as_dict() | change, found.ranks
+            return Figures(**figures), ranks
 
         trained = continues_model(job)
         run.began_with = "the model that it continued" if trained else UNTRAINED
@@ -191,14 +200,14 @@ class _Training:
     def _note_start(self) -> None:
         run = self.run
         if self.log is not None:
-            of_trunk = {f"trunk {name}": value for name, value in run.trunk.items()}
-            self.log.write("start", 0, **of_trunk, **run.start)
-        for name, row in ((run.began_with, run.trunk), ("the network at step 0", run.start)):
-            recalls = "  ".join(f"{key} {value:.1f}" for key, value in row.items() if "R@1" in key)
+            of_trunk = {f"trunk {name}": value for name, value in run.trunk.row().items()}
+            self.log.write("start", 0, **of_trunk, **run.start.row())
+        for name, of in ((run.began_with, run.trunk), ("the network at step 0", run.start)):
+            recalls = "  ".join(f"{key} {x:.1f}" for key, x in of.row().items() if "R@1" in key)
             if recalls:
                 self.listener.note(f"{name}: {recalls}")
 
-    def epoch(self, loader: DataLoader[Item]) -> Row:
+    def epoch(self, loader: DataLoader[Item]) -> Epoch:
         started, run = time.perf_counter(), self.run
         run.net.train()
         run.objective.train()
@@ -206,35 +215,33 @@ class _Training:
         losses, watched = [], defaultdict[str, list[float]](list)
         for step, parts in _steps(run, model, loader):
             losses.append(parts["total"])
-            for name, value in parts.items():
-                if name.startswith(OF_TERMS):
-                    watched[name].append(value)
+            for name, value in Epoch.terms_in(parts).items():
+                watched[name].append(value)
             if self.log is not None and step % _LOG_EVERY_STEPS == 0:
                 self.log.write("step", step, **parts)
             self.listener.step_done(parts)
         run.epoch += 1
         seconds = time.perf_counter() - started
-        return {
-            "epoch": float(run.epoch),
-            "loss": sum(losses) / len(losses),
-            "seconds": seconds,
-            "images_per_s": len(losses) * self.batch_size / seconds,
-            **{name: sum(values) / len(values) for name, values in watched.items()},
-        }
+        return Epoch(
+            run.epoch,
+            loss=sum(losses) / len(losses),
+            seconds=seconds,
+            images_per_s=len(losses) * self.batch_size / seconds,
+            terms={name: sum(values) / len(values) for name, values in watched.items()},
+        )
 
     def finish_epoch(self) -> None:
         run = self.run
         if run.evaluated == run.epoch:
             return
-        row = run.history[-1]
-        row |= self._figures()
-        run.evaluated = run.epoch
-        self._choose(row)
+        last = replace(run.history[-1], figures=self._figures())
+        run.history[-1], run.evaluated = last, run.epoch
+        self._choose(last.figures)
         done = run.epoch >= run.job.optimizer.epochs
         self.save(FILE, if_due=run.job.model.frozen_trunk and not done)
         if self.log is not None:
-            self.log.write("epoch", run.step, **row)
-        self.listener.epoch_done(row)
+            self.log.write("epoch", run.step, **last.row())
+        self.listener.epoch_done(last.row())
         for sentence in notices.after_epoch(run.job, run.history):
             self.listener.remark(sentence)  # of the settings; they are in the report as well
 
@@ -249,26 +256,26 @@ class _Training:
                 self.run.saved_at = time.monotonic()
         wait_for_all()
 
-    def _figures(self) -> Row:
+    def _figures(self) -> Figures:
         """The figures of a finished epoch, if it is to be evaluated and the protocol permits."""
-        run, job, row = self.run, self.run.job, Row()
+        run, job = self.run, self.run.job
         last, every = run.epoch >= job.optimizer.epochs, job.runtime.eval_every_epochs
         if not last and (every == 0 or run.epoch % every):
-            return row
+            return Figures()
+        figures: dict[str, Row] = {}
         others = job.protocol.choose_by != "last"  # an earlier epoch may be chosen
         if self.split.validation is not None:
-            before = run.trunk_ranks.get(VALIDATION)
-            parts = [self.split.validation]
-            figures = evaluate(run.served, parts, job, before=before, may_collapse=others)
-            row |= {VALIDATION + name: value for name, value in figures.items()}
+            before, parts = run.trunk_ranks.get("validation"), [self.split.validation]
+            found = evaluate(run.served, parts, job, before=before, may_collapse=others)
+            figures["validation"] = found
         if job.protocol.evaluate_test == "every":
-            before = run.trunk_ranks.get("")
-            row |= evaluate(run.served, self.split.tested, job, last, before, others)
-        return row
+            before = run.trunk_ranks.get("test")
+            figures["test"] = evaluate(run.served, self.split.tested, job, last, before, others)
+        return Figures(**figures)
 
-    def _choose(self, row: Row) -> None:
+    def _choose(self, figures: Figures) -> None:
         """Keep the current model if its figures are the best by the protocol."""
-        figures, by = Figures.of(row), self.run.job.protocol.choose_by
+        by = self.run.job.protocol.choose_by
         score = {"validation": figures.validation, "test": figures.test}.get(by, {}).get("R@1")
         if score is not None and score > self.run.best_score:
             self.run.best_epoch, self.run.best_score = self.run.epoch, score

@@ -132,7 +132,7 @@ def test_a_stopped_head_resumes_as_if_never_stopped(tmp_path: Path, weights: Pat
     with pytest.raises(KeyboardInterrupt):
         fit(job, split, tmp_path / "stopped", Stopping(7))
     rest = fit(job, split, tmp_path / "stopped", Silent(), resume=True)
-    assert [row["loss"] for row in rest] == [row["loss"] for row in whole]
+    assert [one.loss for one in rest] == [one.loss for one in whole]
 
 
 def test_the_model_is_a_point_between_start_and_last_epoch(tmp_path: Path, weights: Path) -> None:

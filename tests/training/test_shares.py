@@ -94,8 +94,8 @@ def test_shares_are_in_log_rows_and_few_steps_are_said_and_raised(tmp_path: Path
     job, listener = parse_job(content), Silent()
     history = fit(job, load_split(job.data), tmp_path, listener)
     assert len(history) == 7  # of 3 steps each
-    assert 0 < history[-1]["share determinant"] < 0.01
-    assert history[-1]["scale determinant"] == 1.0
+    assert 0 < history[-1].shares["determinant"] < 0.01
+    assert history[-1].terms["scale determinant"] == 1.0
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert any("share determinant" in line for line in lines if line["kind"] == "step")
     norms = [line["feature_norm"] for line in lines if line["kind"] == "epoch"]

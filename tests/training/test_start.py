@@ -119,7 +119,7 @@ def test_a_harmful_training_is_recognised(tmp_path: Path, weights: Path) -> None
     split = with_protocol(load_split(job.data), job.protocol)
     result = run_job(job, split, tmp_path / "run", Silent())
     (trained,) = load_checkpoint(tmp_path / "run").history
-    assert trained["validation R@1"] < result.validation["R@1"]
+    assert trained.figures.validation["R@1"] < result.validation["R@1"]
     assert result.best_epoch == load_chosen(tmp_path / "run").epoch == 0
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from kinlens.embedder.errors import CheckpointError, DatasetError, JobError, TrainingError
-from kinlens.training.checkpoint import FILE, load_checkpoint, load_chosen
+from kinlens.training.checkpoint import FILE, Epoch, Figures, load_checkpoint, load_chosen
 from kinlens.training.commands.jobs import load_images, with_settings
 from kinlens.training.config.job import Job, parse_job
 from kinlens.training.config.settings import Optimizer, Runtime, rate
@@ -37,7 +37,7 @@ def products(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(
     job: Job, folder: Path, resume: bool = False, listener: Silent | None = None
-) -> tuple[Split, list[dict[str, float]]]:
+) -> tuple[Split, list[Epoch]]:
     folder.mkdir(exist_ok=True)
     split = load_split(job.data)
     return split, fit(job, split, folder, listener or Silent(), resume)
@@ -60,7 +60,7 @@ def same_weights(one: Path, other: Path) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def epochs_of(folder: Path) -> list[dict[str, float]]:
+def epochs_of(folder: Path) -> list[Epoch]:
     lines = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
     return [line for line in lines if line["kind"] == "epoch"]
 
@@ -95,7 +95,7 @@ def copied(finished: Finished, tmp_path: Path) -> Finished:
 @pytest.fixture(scope="module")
 def four_epochs(
     products: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Job, Path, list[dict[str, float]]]:
+) -> tuple[Job, Path, list[Epoch]]:
     """A job of four epochs of 3 steps with all that draws or is remembered; its run and history."""
     job = small_job(products, epochs=4, average=0.9)
     tables = job.as_dict()["regularizers"]
@@ -117,7 +117,7 @@ def four_epochs(
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # fork of a threaded process
 @pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_four_epochs_equal_two_and_a_resumed_two_bit_for_bit(
-    four_epochs: tuple[Job, Path, list[dict[str, float]]], tmp_path: Path, workers: int
+    four_epochs: tuple[Job, Path, list[Epoch]], tmp_path: Path, workers: int
 ) -> None:
     job, folder, whole_history = four_epochs
     job = changed(job, runtime={"workers": workers})
@@ -126,8 +126,18 @@ def test_four_epochs_equal_two_and_a_resumed_two_bit_for_bit(
     assert load_checkpoint(tmp_path).epoch == 2
     _, history = run(job, tmp_path, resume=True)
     assert same_weights(folder, tmp_path)
-    assert [row["R@1"] for row in history] == [row["R@1"] for row in whole_history]
+    assert [one.figures for one in history] == [one.figures for one in whole_history]
     assert [row["epoch"] for row in epochs_of(tmp_path)] == [1, 2, 3, 4]
+
+
+def test_files_have_a_row_of_figures_for_each_epoch_as_in_versions_0_1_and_0_2() -> None:
+    means = {"epoch": 2.0, "loss": 0.5, "seconds": 3.0, "images_per_s": 40.0}
+    terms = {"share determinant": 0.1, "scale determinant": 2.0, "reach determinant": 0.01}
+    row = {**means, **terms, "validation R@1": 70.0, "R@1": 60.0, "gain low": -1.0}
+    epoch = Epoch.of(row)
+    assert epoch.figures == Figures({"R@1": 60.0, "gain low": -1.0}, {"R@1": 70.0})
+    assert epoch.shares == {"determinant": 0.1}
+    assert epoch.row() == row
 
 
 def test_a_run_learns_its_feedback_and_resumes_with_it_alone(

@@ -192,7 +192,7 @@ def _manifest(
 
 
 def _baseline(checkpoint: Checkpoint, split: Split) -> Baseline | None:
-    recall = {name: value for name, value in checkpoint.trunk.items() if name.startswith("R@")}
+    recall = {name: value for name, value in checkpoint.trunk.test.items() if name.startswith("R@")}
     if "R@1" not in recall:
         return None
     queries = queries_in(split.test, split.gallery)

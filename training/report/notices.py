@@ -4,12 +4,12 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from kinlens.training.checkpoint import Epoch, Figures, Row
 from kinlens.training.config.job import Job
 from kinlens.training.data.records import Split
 from kinlens.training.evaluation.retrieval import GAIN, queries_in, with_interval
 from kinlens.training.folder import UNTRAINED, Result
 from kinlens.training.regularizers.shares import LEAST
-from kinlens.training.state import Figures, Row
 
 CHOSEN_BY = {
     "last": "the model of a run is its last epoch; no epoch was chosen by its test recall",
@@ -40,28 +40,28 @@ def before(job: Job, steps_per_epoch: int) -> list[str]:
     return [few] if steps < _FEW_STEPS else []
 
 
-def after_epoch(job: Job, history: Sequence[Row]) -> list[str]:
+def after_epoch(job: Job, history: Sequence[Epoch]) -> list[str]:
     """Messages from the figures of the last epoch that earlier epochs did not cause."""
-    *earlier, row = history
+    *earlier, last = history
     notes = []
     for name, settings in job.regularizers.wanted().items():
-        if any(_faint(job, name, before) for before in earlier) or not _faint(job, name, row):
+        if any(_faint(job, name, before) for before in earlier) or not _faint(job, name, last):
             continue
         share = "" if settings.share else f"set regularizers.{name}.share = 0.2, or "
         cure = f"{share}raise {_WEIGHTS.get(name, 'weight')}"
-        percent = 100 * Figures.of(row).shares[name]
+        percent = 100 * last.shares[name]
         notes.append(
-            f"epoch {row['epoch']:.0f}: the gradient of regularizers.{name} is {percent:.2g} % of "
+            f"epoch {last.epoch}: the gradient of regularizers.{name} is {percent:.2g} % of "
             f"the gradient of the loss, so it has almost no effect. {cure[0].upper()}{cure[1:]}."
         )
     return notes
 
 
-def _faint(job: Job, name: str, row: Row) -> bool:
+def _faint(job: Job, name: str, epoch: Epoch) -> bool:
     """Whether a regularizer had almost no effect, once its flow is fitted and its share begun."""
     settings = job.regularizers.wanted()[name]
     waits = getattr(settings, "fit_epochs", 0) + (settings.share is not None)
-    return row["epoch"] > waits and Figures.of(row).shares.get(name, LEAST) < LEAST
+    return epoch.epoch > waits and epoch.shares.get(name, LEAST) < LEAST
 
 
 def did_it_help(split: Split, result: Result) -> list[str]:

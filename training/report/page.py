@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from kinlens.embedder.errors import CheckpointError, JobError
 from kinlens.embedder.types import Embeddings
+from kinlens.training.checkpoint import Epoch, Figures, Row
 from kinlens.training.config.job import Job
 from kinlens.training.data.feedback import sentences
 from kinlens.training.data.records import SKIPPED, LabelledImages, Split
@@ -22,17 +23,16 @@ from kinlens.training.folder import RESULT, Result, read_result, replace_text
 from kinlens.training.regularizers.shares import LEAST
 from kinlens.training.report.notices import CHOSEN_BY, after_epoch, did_it_help
 from kinlens.training.report.tables import plain, table
-from kinlens.training.state import Figures, Row
 
 if TYPE_CHECKING:
     import pandas as pd
 
-Rows = Sequence[Row]
+History = Sequence[Epoch]
 _MOST_NAMES = 20
 _PERPLEXITY = 30.0
 
 
-def write_report(folder: Path, job: Job, split: Split, history: Rows, result: Result) -> None:
+def write_report(folder: Path, job: Job, split: Split, history: History, result: Result) -> None:
     if history:
         _draw_curves(folder / "curves.png", history)
     notes = did_it_help(split, result)
@@ -54,36 +54,44 @@ def write_report(folder: Path, job: Job, split: Split, history: Rows, result: Re
     replace_text(folder / "report.md", "\n".join(lines) + "\n")
 
 
-def _draw_curves(path: Path, history: Rows) -> None:
+def _draw_curves(path: Path, history: History) -> None:
     from matplotlib.figure import Figure  # here, since its import takes a second
 
-    shares = _names(history, "share ")
-    panels = {"training loss": ["loss"], "recall on unseen classes, %": _names(history, "R@")}
-    if shares:
+    loss = [{"loss": epoch.loss} for epoch in history]
+    panels = {"training loss": loss, "recall on unseen classes, %": _recalls(history)}
+    shares = [{k: 100 * v for k, v in epoch.shares.items()} for epoch in history]
+    if any(shares):
         panels["gradient relative to the loss's, %"] = shares
     figure = Figure(figsize=(5 * len(panels), 4), layout="constrained")
-    for axis, (title, names) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
-        for name in names:
-            factor = 100 if name in shares else 1
-            points = [(row["epoch"], factor * row[name]) for row in history if name in row]
-            axis.plot(*zip(*points, strict=True), marker="o", label=name.removeprefix("share "))
-        if names == shares:
+    for axis, (title, rows) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
+        for name in _names(rows):
+            points = [
+                (of.epoch, row[name]) for of, row in zip(history, rows, strict=True) if name in row
+            ]
+            axis.plot(*zip(*points, strict=True), marker="o", label=name)
+        if rows is shares:
             axis.axhline(100 * LEAST, color="grey", linestyle=":", label="almost no effect")
             axis.set_yscale("log")
-        if names and names != ["loss"]:
+        if any(rows) and rows is not loss:
             axis.legend()
         axis.set(title=title, xlabel="epoch")
         axis.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
 
 
-def _names(history: Rows, part: str) -> list[str]:
-    return [name for name in dict.fromkeys(n for row in history for n in row) if part in name]
+def _recalls(history: History) -> list[Row]:
+    """R@K of each epoch."""
+    rows = (epoch.figures.row().items() for epoch in history)
+    return [{name: value for name, value in row if "R@" in name} for row in rows]
 
 
-def _facts(job: Job, split: Split, history: Rows, result: Result) -> list[str]:
+def _names(rows: Sequence[Row]) -> list[str]:
+    return [*dict.fromkeys(name for row in rows for name in row)]
+
+
+def _facts(job: Job, split: Split, history: History, result: Result) -> list[str]:
     regularizers = job.regularizers.wanted()
-    minutes = sum(row["seconds"] for row in history) / 60
+    minutes = sum(epoch.seconds for epoch in history) / 60
     dims = f"{job.model.dim or 'no'} dimensions"
     if job.model.dim == "auto":
         dims = "as many dimensions as the trunk, or as the bundle that was continued"
@@ -168,35 +176,43 @@ def _others(folder: Path, result: Result) -> list[str]:
     ]
 
 
-def _regularizers(job: Job, history: Rows) -> list[str]:
-    lines, last = [], history[-1] if history else {}
+def _regularizers(job: Job, history: History) -> list[str]:
+    lines, terms = [], history[-1].terms if history else {}
     for name, settings in job.regularizers.wanted().items():
         values = settings.model_dump(mode="json", exclude_none=True)
         words = ", ".join(f"{key} = {value}" for key, value in values.items())
         lines.append(f"- {name}: {words}")
-        measured = [row for row in history if name in Figures.of(row).shares]
+        measured = [epoch for epoch in history if name in epoch.shares]
         if measured:
-            ends = (measured[0], measured[-1])
-            first, end = (100 * Figures.of(row).shares[name] for row in ends)
+            first, end = (100 * measured[n].shares[name] for n in (0, -1))
             lines.append(
                 f"  - its gradient relative to the loss's: {first:.2g} % in the first epoch, "
-                f"{end:.2g} % in the last epoch; weight x {measured[-1][f'scale {name}']:.3g}"
+                f"{end:.2g} % in the last epoch; weight x {measured[-1].terms[f'scale {name}']:.3g}"
             )
-    if "r_first" in last:
+    if "r_first" in terms:
         lines.append(
             "  - the flows: R began at log 2 = 0.693 in both; at the end it is "
-            f"{last['r_first']:.4f} in flow 1, which is exported, and {last['r_second']:.4f} in "
+            f"{terms['r_first']:.4f} in flow 1, which is exported, and {terms['r_second']:.4f} in "
             "flow 2, which is not"
         )
     return ["## Regularizers", "", *lines, ""] if lines and history else []
 
 
-def _epochs(history: Rows) -> list[str]:
-    recalls = [name for name in _names(history, "R@") if "MAP" not in name]
-    digits = {"epoch": 0, "loss": 3, **dict.fromkeys(recalls, 1)}
-    digits |= {"images_per_s": 0, "seconds": 0, "feature_norm": 2}
-    rows = [[f"{row[n]:.{d}f}" if n in row else "" for n, d in digits.items()] for row in history]
-    header = ["epoch", "loss", *recalls, "images/s", "seconds", "squared norm of features"]
+def _epochs(history: History) -> list[str]:
+    recalls = _recalls(history)
+    names = [name for name in _names(recalls) if "MAP" not in name]
+    rows = [
+        [
+            str(epoch.epoch),
+            f"{epoch.loss:.3f}",
+            *(f"{row[name]:.1f}" if name in row else "" for name in names),
+            f"{epoch.images_per_s:.0f}",
+            f"{epoch.seconds:.0f}",
+            f"{epoch.terms['feature_norm']:.2f}" if "feature_norm" in epoch.terms else "",
+        ]
+        for epoch, row in zip(history, recalls, strict=True)
+    ]
+    header = ["epoch", "loss", *names, "images/s", "seconds", "squared norm of features"]
     return table(header, rows)
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from kinlens.embedder.errors import CheckpointError, JobError
+from kinlens.training.checkpoint import Epoch, Figures
 from kinlens.training.folder import RESULT, Result, by_name, read_result, replace_text
-from kinlens.training.state import Figures
 
 _SEED = re.compile(r"seed-\d+")
 
@@ -101,7 +101,7 @@ def record_of(source: Path, by: str = "") -> Record:
         raise JobError(f"--by {by} is not a setting of a job. Use a name like loss.name.")
     return replace(
         record(str(method), result),
-        terms=Figures.of(last).terms,
+        terms=Epoch.terms_in(last),
         bundle=_bundle(source / "bundle" / "manifest.json"),
         seconds_per_step=result.seconds_per_epoch * last["epoch"] / last["step"] if last else None,
     )

@@ -25,9 +25,8 @@ try:
     from kinlens.embedder.programs.console import Commands, print_error
     from kinlens.training.commands.adapt import adapt
     from kinlens.training.commands.data import app as data_app
-    from kinlens.training.commands.evaluate import evaluate, report
-    from kinlens.training.commands.export import export
-    from kinlens.training.commands.fit import crossval, fit, new, search, tournament
+    from kinlens.training.commands.fit import crossval, fit, new, report, search, tournament
+    from kinlens.training.commands.models import evaluate, export
 except ModuleNotFoundError as missing:
     raise _needs(missing) from None
 

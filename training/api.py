@@ -11,9 +11,8 @@ from torch import nn
 
 from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.manifest import Precision
-from kinlens.training.commands.evaluate import figures_of
-from kinlens.training.commands.export import export_run
 from kinlens.training.commands.jobs import job_of, load_images, shop_of
+from kinlens.training.commands.models import export_run, figures_of
 from kinlens.training.config.job import Job, load_job, with_absolute_paths
 from kinlens.training.config.layers import read_layers
 from kinlens.training.data.samplers import BatchSampler

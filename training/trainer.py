@@ -165,8 +165,9 @@ class _Training:
         held_out = {} if split.validation is None else {"validation": [split.validation]}
         if job.protocol.evaluate_test != "never":
             held_out["test"] = split.tested
+        computed = self.listener.computed
         features = {
-            part: [pooled(run.net, images, job, self.listener.computed) for images in several]
+            part: [pooled(run.net, images, job, computed) for images in several]
             for part, several in held_out.items()
         }
 

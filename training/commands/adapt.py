@@ -12,7 +12,6 @@ import typer
 
 from kinlens.embedder.errors import CheckpointError, JobError
 from kinlens.embedder.sources.tables import PRODUCT
-from kinlens.training.commands.export import Precisions, WithMap, describe, precisions_of
 from kinlens.training.commands.jobs import (
     TRAIN_IT,
     Overrides,
@@ -23,6 +22,7 @@ from kinlens.training.commands.jobs import (
     stoppable,
     summary,
 )
+from kinlens.training.commands.models import Precisions, WithMap, describe, precisions_of
 from kinlens.training.config.layers import names_of
 from kinlens.training.report.log import console_listener, note
 

@@ -1,4 +1,4 @@
-"""kinlens-train new, fit, crossval, search and tournament: one training, or several."""
+"""kinlens-train new, fit, crossval, search, tournament and report: one training, or several."""
 
 import json
 import re
@@ -221,6 +221,57 @@ def tournament(
     note(f"Report: {folder / 'report.md'}")
     if any(run.result is None for run in found):
         raise typer.Exit(1)
+
+
+def report(
+    study: Annotated[Path, typer.Argument(help="JSON file of the study; created if missing.")],
+    runs: Annotated[
+        list[Path] | None,
+        typer.Argument(help="Finished run folders to add, or JSON files of peers."),
+    ] = None,
+    against: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Method that others are compared with, seed by seed; METHOD=OTHER for a single "
+            "method. Repeatable, stored in the study."
+        ),
+    ] = None,
+    by: Annotated[
+        str, typer.Option(help="Setting that names the method, e.g. loss.name; default: folder.")
+    ] = "",
+    page: Annotated[
+        Path | None,
+        typer.Option(help="Page whose block `<!-- NAME OF THE STUDY -->` gets the table."),
+    ] = None,
+) -> None:
+    """Compare methods over seeds: store the figures of runs, print or write their table.
+
+    Examples:
+
+    kinlens-train report docs/results/cars.json runs/cars/*/seed-* --against recipe
+
+    kinlens-train report docs/results/cars.json --page docs/results.md
+
+    kinlens-train report losses.json runs/losses/runs/*/*/*/seed-* --by loss.name
+    """
+    from dataclasses import asdict
+
+    from kinlens.training.folder import replace_json
+    from kinlens.training.report import tables
+
+    known = tables.read_study(study)
+    pairs = (text.rpartition("=") for text in against or ())
+    others = {method: other for method, _, other in pairs}
+    if runs or others:
+        known = known.merged(tables.records_of(runs or (), by), others)
+        replace_json(study, asdict(known))
+    if not known.records:
+        raise JobError(f"{study} has no runs. Pass finished run folders to add.")
+    lines = tables.methods(known)
+    if page is None:
+        typer.echo("\n".join(lines))
+    else:
+        tables.replace_block(page, study.stem, lines)
 
 
 def _with_value(text: str, key: str, value: str) -> str:

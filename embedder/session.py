@@ -20,14 +20,16 @@ from numpy.typing import NDArray
 
 from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.calibration import Calibration
-from kinlens.embedder.engines.measured import Outcome, read_measured, write_measured
 from kinlens.embedder.engines.models import (
     PROVIDERS,
     LateModel,
     Model,
+    Outcome,
     SessionSettings,
     absence,
     load,
+    read_measured,
+    write_measured,
 )
 from kinlens.embedder.errors import (
     BundleError,
@@ -38,8 +40,7 @@ from kinlens.embedder.errors import (
 )
 from kinlens.embedder.manifest import FP32, Engine, Mode, OtherPrecision, Precision, Preprocessing
 from kinlens.embedder.preprocess import Box, ImageLimits, preprocess
-from kinlens.embedder.sources.files import read_file
-from kinlens.embedder.sources.names import printable
+from kinlens.embedder.sources.names import printable, read_file
 from kinlens.embedder.types import Embed, Embeddings, Images, Maps, check_dims, first_numbers
 
 MIN_OWN_COSINE: dict[Precision, float] = {"fp32": 0.999, "fp16": 0.999, "bf16": 0.99, "int8": 0.99}

@@ -1,4 +1,4 @@
-"""Names of files: one name in all Unicode forms, and names that are not UTF-8."""
+"""Names of files: one name in all Unicode forms, names that are not UTF-8, and a named image."""
 
 import os
 import unicodedata
@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import TypeVar
+
+from kinlens.embedder.errors import ImageTooManyBytesError, SourceError
 
 T = TypeVar("T")
 
@@ -73,3 +75,27 @@ def _spelled(folder: Path, _mtime_ns: int) -> dict[str, str]:
     """
     with os.scandir(folder) as entries:
         return {composed(name): name for name in sorted(entry.name for entry in entries)}
+
+
+def read_file(path: Path | str, max_bytes: int) -> bytes:
+    """The bytes of an image file.
+
+    Raises: SourceError naming a file that does not exist or cannot be read;
+        ImageTooManyBytesError.
+    """
+    file, name = Path(path), printable(str(path))
+    try:
+        if file.exists() and not file.is_file():
+            kind = "folder" if file.is_dir() else "device or pipe"
+            raise SourceError(f"{name} is a {kind}. Use an image file.")
+        if (size := file.stat().st_size) > max_bytes:
+            raise ImageTooManyBytesError(
+                f"The image {name} has {size:,} bytes; the limit is {max_bytes:,}. Resize or "
+                "compress it."
+            )
+        return file.read_bytes()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise SourceError(f"{name} does not exist. Check the name of the image.") from error
+    except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
+        reason = getattr(error, "strerror", None) or "it has a zero byte"
+        raise SourceError(f"{name} cannot be read: {reason}. Check the name and rights.") from error

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import kinlens.embedder.engines.measured as measured_module
 import kinlens.embedder.engines.models as models_module
 from kinlens.embedder.bundle import Bundle, write_bundle
 from kinlens.embedder.engines.models import OPENVINO, OnnxRuntimeModel, SessionSettings, absence
@@ -147,7 +146,7 @@ def test_the_next_start_measures_nothing_until_something_changes(
     assert gains.asked == 2
 
     for name, value in (("processor", "another"), ("engine_versions", {"onnxruntime": "9"})):
-        monkeypatch.setattr(measured_module, name, lambda value=value: value)
+        monkeypatch.setattr(models_module, name, lambda value=value: value)
         OnnxEmbedder.open(bundle, AUTO, gains=gains)
     assert gains.asked == 4
 

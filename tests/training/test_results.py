@@ -8,7 +8,8 @@ import pytest
 
 from kinlens.embedder.errors import JobError, KinlensError
 from kinlens.training.data.load import load_split
-from kinlens.training.report.tables import (
+from kinlens.training.runner import run_job
+from kinlens.training.studies.tables import (
     Record,
     Study,
     methods,
@@ -17,7 +18,6 @@ from kinlens.training.report.tables import (
     record_of,
     records_of,
 )
-from kinlens.training.runner import run_job
 from tests.training.jobs import Silent, called, small_job
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -136,7 +136,7 @@ def crossval(
     Example: kinlens-train crossval cars196-half --folds 10 --out runs/cars-crossval
     """
     from kinlens.training.config.job import load_job, with_absolute_paths
-    from kinlens.training.studies.crossval import cross_validate, scores
+    from kinlens.training.studies.validation import cross_validate, scores
 
     settings = with_absolute_paths(load_job(job, settings_of(overrides, allow_partial)))
     folder = out or Path("runs") / f"{settings.name}-crossval"
@@ -173,7 +173,7 @@ def search(
     Example: kinlens-train search cars196-half --space space.toml --trials 50 --epochs 10
     """
     from kinlens.training.config.job import load_job, with_absolute_paths
-    from kinlens.training.studies import search as study
+    from kinlens.training.studies import validation as study
 
     wanted = load_job(study.job_for(job, space), settings_of(overrides, allow_partial))
     settings = with_absolute_paths(wanted)
@@ -257,7 +257,7 @@ def report(
     from dataclasses import asdict
 
     from kinlens.training.folder import replace_json
-    from kinlens.training.report import tables
+    from kinlens.training.studies import tables
 
     known = tables.read_study(study)
     pairs = (text.rpartition("=") for text in against or ())

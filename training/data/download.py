@@ -17,10 +17,10 @@ _SPACE_FACTOR = 2.1  # times the archive, as images unpack to about its size
 
 @dataclass(frozen=True)
 class Source:
-    """An archive with stable addresses, its MD5 as published, and the folder that it unpacks to."""
+    """An archive at a stable address, its MD5 as published, and the folder that it unpacks to."""
 
     name: str
-    urls: tuple[str, ...]
+    url: str
     md5: str
     folder: str
     gigabytes: float
@@ -28,13 +28,13 @@ class Source:
 
     @property
     def archive(self) -> str:
-        return self.urls[0].rpartition("/")[2]
+        return self.url.rpartition("/")[2]
 
 
 SOURCES: Mapping[str, Source] = {
     "cub": Source(
         name="CUB-200-2011",
-        urls=("https://data.caltech.edu/records/65de6-vp158/files/CUB_200_2011.tgz",),
+        url="https://data.caltech.edu/records/65de6-vp158/files/CUB_200_2011.tgz",
         md5="97eceeb196236b17998738112f37df78",
         folder="CUB_200_2011",
         gigabytes=1.15,
@@ -42,10 +42,8 @@ SOURCES: Mapping[str, Source] = {
     ),
     "aircraft": Source(
         name="FGVC-Aircraft",
-        urls=(
-            "https://www.robots.ox.ac.uk/~vgg/data/fgvc-aircraft/archives/"
-            "fgvc-aircraft-2013b.tar.gz",
-        ),
+        url="https://www.robots.ox.ac.uk/~vgg/data/fgvc-aircraft/archives/"
+        "fgvc-aircraft-2013b.tar.gz",
         md5="d4acdd33327262359767eeaa97a4f732",
         folder="fgvc-aircraft-2013b",
         gigabytes=2.75,
@@ -53,7 +51,7 @@ SOURCES: Mapping[str, Source] = {
     ),
     "sop": Source(
         name="Stanford Online Products",
-        urls=("http://ftp.cs.stanford.edu/cs/cvgl/Stanford_Online_Products.zip",),
+        url="http://ftp.cs.stanford.edu/cs/cvgl/Stanford_Online_Products.zip",
         md5="7f73d41a2f44250d4779881525aea32e",
         folder="Stanford_Online_Products",
         gigabytes=3.08,
@@ -117,7 +115,7 @@ def obtain(
                     f"unpack {source.name}. Free space or choose another --root."
                 )
             report(f"{source.name} is being downloaded: {source.gigabytes:g} GB.")
-        _fetch(source, (url,) if url else source.urls, archive)
+        _fetch(source, url or source.url, archive)
         report(f"{source.name} is unpacked.")
         _unpack(archive, folder)
     except OSError as error:
@@ -127,26 +125,22 @@ def obtain(
     return folder
 
 
-def _fetch(source: Source, urls: tuple[str, ...], archive: Path) -> None:
-    """Download the file to `archive` from the first address that works, unless it exists."""
+def _fetch(source: Source, url: str, archive: Path) -> None:
+    """Download the file to `archive`, unless it exists."""
     headers, hooks = {"Accept-Encoding": "identity"}, {"response": _as_stored}
     downloader = pooch.HTTPDownloader(
         progressbar=True, chunk_size=_CHUNK, headers=headers, hooks=hooks
     )
-    faults = []
-    for url in urls:
-        try:
-            known = f"md5:{source.md5}"
-            pooch.retrieve(url, known, archive.name, archive.parent, downloader=downloader)
-            return
-        except (ValueError, OSError) as error:
-            faults.append(f"{url}: {error}")
-    raise DatasetError(
-        "\n".join(faults)
-        + f"\n{source.name} could not be downloaded. Check the network and run this command again; "
-        "pass --url with another address of the same file; or get it by other means, such as "
-        f"curl -L -C - -o {archive} {urls[0]}, and run this again: it uses the archive there."
-    )
+    known = f"md5:{source.md5}"
+    try:
+        pooch.retrieve(url, known, archive.name, archive.parent, downloader=downloader)
+    except (ValueError, OSError) as error:
+        raise DatasetError(
+            f"{source.name} could not be downloaded. {url}: {error}. Check the network and run "
+            "this command again; pass --url with another address of the same file; or get it by "
+            f"other means, such as curl -L -C - -o {archive} {url}, and run this again: it uses "
+            "the archive there."
+        ) from error
 
 
 def _as_stored(response: Any, *_: object, **__: object) -> None:

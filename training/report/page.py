@@ -1,8 +1,10 @@
 """The report of a run, a page in Markdown with its curves, and plots of embeddings and sizes."""
 
 import platform
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
@@ -22,7 +24,6 @@ from kinlens.training.evaluation.retrieval import GAIN
 from kinlens.training.folder import RESULT, Result, read_result, replace_text
 from kinlens.training.regularizers.shares import LEAST
 from kinlens.training.report.notices import CHOSEN_BY, after_epoch, did_it_help
-from kinlens.training.report.tables import plain, table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -214,6 +215,18 @@ def _epochs(history: History) -> list[str]:
     ]
     header = ["epoch", "loss", *names, "images/s", "seconds", "squared norm of features"]
     return table(header, rows)
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Lines of a Markdown table; the cells are Markdown already."""
+    head, *body = ["| " + " | ".join(line) + " |" for line in [header, *rows]]
+    return [head, "|" + "---|" * len(header), *body]
+
+
+def plain(text: object) -> str:
+    """`text` on one line, escaped so that Markdown sees no table, tag or emphasis."""
+    line = escape(" ".join(str(text).split()), quote=False)
+    return re.sub(r"[\\`*_\[\]|]", r"\\\g<0>", line)
 
 
 def require_plot(path: Path) -> None:

@@ -46,8 +46,8 @@ from kinlens.training.config.layers import lay_over, read_file, read_top
 from kinlens.training.config.settings import CHOOSE_BY_TEST
 from kinlens.training.folder import Result, exclusive, finished_result, is_begun, replace_text
 from kinlens.training.report.notices import CHOSEN_BY
-from kinlens.training.report.page import draw_sizes
-from kinlens.training.report.tables import Study, methods, plain, record, table
+from kinlens.training.report.page import draw_sizes, plain, table
+from kinlens.training.studies.tables import Study, methods, record
 
 _AXES = ("grid", "loss", "regularizer", "backbone", "dim", "seed")
 _FAILURE, _OUTPUT = "failure.txt", "output.log"

@@ -7,7 +7,7 @@ from kinlens.embedder.errors import DatasetError, JobError
 from kinlens.training.config.job import Job
 from kinlens.training.config.settings import Protocol
 from kinlens.training.data.records import Split, folds, hold_out, with_protocol
-from kinlens.training.studies.crossval import cross_validate, scores
+from kinlens.training.studies.validation import cross_validate, scores
 from tests.training.jobs import Silent
 from tests.training.studies.runs import SHOP, FakeRunner, some_job, some_split
 

@@ -10,7 +10,7 @@ from kinlens.embedder.errors import JobError
 from kinlens.training.config.job import Job, load_job
 from kinlens.training.config.layers import JOBS
 from kinlens.training.data.records import Split, hold_out
-from kinlens.training.studies.search import (
+from kinlens.training.studies.validation import (
     Plan,
     Trial,
     job_for,

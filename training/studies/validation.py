@@ -1,8 +1,9 @@
-"""Hyper-parameter search on validation classes; trials never get the test images.
+"""Studies on validation classes: a cross validation, and a search for settings.
 
-Optuna proposes values with a tree-structured Parzen estimator; a grid has every combination of the
-steps, in an order drawn by the seed. The outcomes are in `trials.json`, since Optuna's own journal
-cannot be read again after a full disk has truncated a line.
+The trials of a search never get the test images. Optuna proposes values with a tree-structured
+Parzen estimator; a grid has every combination of the steps, in an order drawn by the seed. The
+outcomes are in `trials.json`, since Optuna's own journal cannot be read again after a full disk has
+truncated a line.
 
 References:
     Psomas, Metric Learning: A Deep Dive (2020), part 5, "Fixed Validation"; the ranges and steps of
@@ -13,9 +14,10 @@ References:
 
 import json
 import math
+import statistics
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -26,13 +28,14 @@ import numpy as np
 from kinlens.embedder.errors import JobError, TrainingError
 from kinlens.training.config.job import Job, job_toml, parse_job
 from kinlens.training.config.layers import read_file
-from kinlens.training.data.records import Split, hold_out, without_test
-from kinlens.training.folder import replace_json, replace_text, stamp
-from kinlens.training.report.tables import plain, table
+from kinlens.training.data.records import Split, folds, hold_out, without_test
+from kinlens.training.folder import Result, finished_result, replace_json, replace_text, stamp
+from kinlens.training.report.notices import CHOSEN_BY
+from kinlens.training.report.page import plain, table
 from kinlens.training.runner import run_job
-from kinlens.training.studies.crossval import Runner, on_validation
 from kinlens.training.trainer import Listener
 
+Runner = Callable[[Job, Split, Path, Listener], Result]
 Space = Mapping[str, Mapping[str, Any]]
 """The range or the values of each setting, by its dotted name, as in the file."""
 
@@ -40,6 +43,83 @@ _TRIALS = "trials.json"
 _FAILURES_IN_A_ROW = 5
 _DECIMALS = 12
 _FIXED = ("name", "seed", "recall_at", "data.", "protocol.", "runtime.")
+
+
+def cross_validate(
+    job: Job,
+    split: Split,
+    folder: Path,
+    listener: Listener,
+    count: int = 10,
+    seed: int = 0,
+    runner: Runner = run_job,
+) -> list[Result]:
+    """Train `job` once per fold; finished folds in `folder` are not trained again.
+
+    A fold keeps the epoch with the best R@1 on its validation classes and is tested once. The job's
+    own `protocol` is replaced; `seed` seeds the folds, `runner` trains one run.
+
+    Raises: JobError if the job does not measure R@1; TrainingError; finished folds are kept.
+    """
+    protocol = {"folds": count, "validation_seed": seed, "evaluate_test": "end"}
+    jobs = [parse_job(on_validation(job, fold=n, **protocol)) for n in range(count)]
+    parts = folds(split, count, seed)
+    identity = {"split_sha256": split.learnt_sha256(), "folds": count, "seed": seed}
+    stamp(folder, "crossval.json", identity, job)
+    found = []
+    for number, (one, part) in enumerate(zip(jobs, parts, strict=True)):
+        run_folder = folder / f"fold-{number:02d}"
+        result = finished_result(one, run_folder)
+        state = "training" if result is None else "already finished"
+        listener.note(f"fold {number + 1} of {count}: {state}")
+        found.append(result or runner(one, part, run_folder, listener))
+    _report_folds(folder, job, split, found)
+    return found
+
+
+def on_validation(job: Job, **protocol: Any) -> dict[str, Any]:
+    """`job` as plain data, with a protocol that keeps the epoch of the best validation R@1."""
+    content = job.as_dict()
+    content["protocol"] = {"choose_by": "validation", **protocol}
+    # The recommended jobs evaluate only the last epoch.
+    content["runtime"]["eval_every_epochs"] = content["runtime"]["eval_every_epochs"] or 1
+    return content
+
+
+def scores(results: list[Result]) -> dict[str, dict[str, float]]:
+    """ "mean" and "std", the sample standard deviation, over the folds of each test figure."""
+    values = {
+        name: [one.figures[name] for one in results]
+        for name in results[0].figures
+        if all(name in one.figures for one in results)
+    }
+    return {
+        name: {"mean": statistics.fmean(of), "std": statistics.stdev(of)}
+        for name, of in values.items()
+    }
+
+
+def _report_folds(folder: Path, job: Job, split: Split, results: list[Result]) -> None:
+    over_folds, count = scores(results), len(results)
+    rows = []
+    for number, one in enumerate(results):
+        figures = [one.validation["R@1"], *(one.figures[name] for name in over_folds)]
+        rows.append([str(number), str(one.best_epoch), *(f"{figure:.2f}" for figure in figures)])
+    means = (f"{score['mean']:.2f} ± {score['std']:.2f}" for score in over_folds.values())
+    rows.append(["mean ± std", "", "", *means])
+    lines = [
+        f"# {job.name}: {count}-fold cross validation over classes",
+        "",
+        f"- train: {len(split.train):,} images of {split.train.classes:,} classes, "
+        f"1/{count} of them held out in each fold; every class was held out once",
+        f"- test: {len(split.test):,} images of {split.test.classes:,} other classes",
+        f"- split sha256: `{split.sha256()[:16]}`",
+        f"- {CHOSEN_BY['validation']}",
+        f"- ± is the sample standard deviation over the {count} folds",
+        "",
+        *table(["fold", "best epoch", "validation R@1", *over_folds], rows),
+    ]
+    replace_text(folder / "report.md", "\n".join(lines) + "\n")
 
 
 @dataclass(frozen=True)
@@ -135,11 +215,11 @@ def search(
             trials.append(Trial(number, values, reason=f"{type(error).__name__}: {error}"))
         for checkpoint in run_folder.glob("*.pt"):
             checkpoint.unlink()  # only the score is needed, and fifty checkpoints fill a disk
-        _report(folder, job, plan, trials)
+        _report_trials(folder, job, plan, trials)
         if [one.score for one in trials[-_FAILURES_IN_A_ROW:]] == [None] * _FAILURES_IN_A_ROW:
             break
     else:
-        best = _report(folder, job, plan, trials)
+        best = _report_trials(folder, job, plan, trials)
         if best.score is not None:
             return best
     raise TrainingError(
@@ -246,7 +326,7 @@ def _distribution(name: str, given: Mapping[str, Any]) -> Any:
         raise JobError(f"{name} = {dict(given)}: {error}") from error
 
 
-def _report(folder: Path, job: Job, plan: Plan, trials: list[Trial]) -> Trial:
+def _report_trials(folder: Path, job: Job, plan: Plan, trials: list[Trial]) -> Trial:
     order = sorted(trials, key=lambda t: (t.score is None, -(t.score or 0.0)))
     of = f"{plan.fraction:.0%} of the train classes"
     lines = [

@@ -1,4 +1,4 @@
-"""Tables in Markdown, and that of a study: finished runs, as methods over seeds.
+"""The table of a study: finished runs, as methods over seeds.
 
 A study is a JSON file of the records of runs; its table can be rebuilt without them.
 """
@@ -6,15 +6,15 @@ A study is a JSON file of the records of runs; its table can be rebuilt without 
 import json
 import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from html import escape
 from pathlib import Path
 from typing import Any
 
 from kinlens.embedder.errors import CheckpointError, JobError
 from kinlens.training.checkpoint import Epoch, Figures
 from kinlens.training.folder import RESULT, Result, by_name, read_result, replace_text
+from kinlens.training.report.page import table
 
 _SEED = re.compile(r"seed-\d+")
 
@@ -171,18 +171,6 @@ def replace_block(page: Path, name: str, lines: Sequence[str]) -> None:
     if not found or not ends:
         raise JobError(f"{page} has no markers for the table. Add the lines {first} and {last}.")
     replace_text(page, "\n".join([before + first, "", *lines, "", last + after]))
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Lines of a Markdown table; the cells are Markdown already."""
-    head, *body = ["| " + " | ".join(line) + " |" for line in [header, *rows]]
-    return [head, "|" + "---|" * len(header), *body]
-
-
-def plain(text: object) -> str:
-    """`text` on one line, escaped so that Markdown sees no table, tag or emphasis."""
-    line = escape(" ".join(str(text).split()), quote=False)
-    return re.sub(r"[\\`*_\[\]|]", r"\\\g<0>", line)
 
 
 def _mean(

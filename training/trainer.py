@@ -3,7 +3,7 @@
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -161,37 +161,25 @@ class _Training:
     def begin(self) -> None:
         """Epoch 0: measure the trunk or the continued model, set initial weights, measure those."""
         (self.folder / BEST).unlink(missing_ok=True)  # of a start that was cut short
-        run, job, split = self.run, self.run.job, self.split
-        held_out = {} if split.validation is None else {"validation": [split.validation]}
+        run, job, computed = self.run, self.run.job, self.listener.computed
+        held_out = {} if self.split.validation is None else {"validation": [self.split.validation]}
         if job.protocol.evaluate_test != "never":
-            held_out["test"] = split.tested
-        computed = self.listener.computed
+            held_out["test"] = self.split.tested
         features = {
             part: [pooled(run.net, images, job, computed) for images in several]
             for part, several in held_out.items()
         }
-
-        def embedded(x: Tensor) -> Tensor:
-            return run.net.embed(run.net.project(x))
-
-        def measured(function: Callable[[Tensor], Tensor]) -> tuple[Figures, dict[str, Tensor]]:
-            figures: dict[str, Row] = {}
-            ranks: dict[str, Tensor] = {}
-            for part, images in held_out.items():
-                with evaluating(run.net), torch.inference_mode():
-                    vectors = [function(x.to(run.device)) for x in features[part]]
-                found = retrieval(*searched(vectors, images), ks=job.recall_at)
-                change = gain(run.trunk_ranks.get(part), found.ranks, images[0].labels)
-                figures[part], ranks[part] = found.as_dict() | change, found.ranks
-            return Figures(**figures), ranks
-
         trained = continues_model(job)
         run.began_with = "the model that it continued" if trained else UNTRAINED
-        run.trunk, run.trunk_ranks = measured(embedded if trained else functional.normalize)
+        embed = _embed_features(run) if trained else functional.normalize
+        run.trunk, run.trunk_ranks = _measure(run, held_out, features, embed)
         start_from_trunk(run, self.split.to_learn(), computed)
         if run.average is not None:
             run.average = Average(run.net, run.average.decay)
-        run.start = run.trunk if run.trunk_alone else measured(embedded)[0]
+        if run.trunk_alone:
+            run.start = run.trunk
+        else:
+            run.start, _ = _measure(run, held_out, features, _embed_features(run))
         if job.protocol.choose_by == "alpha":
             self.save(START)
         if job.start.projection != "random" or trained:
@@ -281,6 +269,28 @@ class _Training:
         if score is not None and score > self.run.best_score:
             self.run.best_epoch, self.run.best_score = self.run.epoch, score
             self.save(BEST)
+
+
+def _embed_features(run: Run) -> Callable[[Tensor], Tensor]:
+    return lambda features: run.net.embed(run.net.project(features))
+
+
+def _measure(
+    run: Run,
+    held_out: Mapping[str, list[LabelledImages]],
+    features: Mapping[str, list[Tensor]],
+    embed: Callable[[Tensor], Tensor],
+) -> tuple[Figures, dict[str, Tensor]]:
+    """The figures and ranks on each held-out part of the embeddings of pooled features (N, C)."""
+    figures: dict[str, Row] = {}
+    ranks: dict[str, Tensor] = {}
+    for part, images in held_out.items():
+        with evaluating(run.net), torch.inference_mode():
+            vectors = [embed(x.to(run.device)) for x in features[part]]
+        found = retrieval(*searched(vectors, images), ks=run.job.recall_at)
+        change = gain(run.trunk_ranks.get(part), found.ranks, images[0].labels)
+        figures[part], ranks[part] = found.as_dict() | change, found.ranks
+    return Figures(**figures), ranks
 
 
 def _steps(run: Run, model: nn.Module, loader: DataLoader[Item]) -> Iterator[tuple[int, Row]]:

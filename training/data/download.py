@@ -134,13 +134,15 @@ def _fetch(source: Source, url: str, archive: Path) -> None:
     known = f"md5:{source.md5}"
     try:
         pooch.retrieve(url, known, archive.name, archive.parent, downloader=downloader)
+        return
     except (ValueError, OSError) as error:
-        raise DatasetError(
-            f"{source.name} could not be downloaded. {url}: {error}. Check the network and run "
-            "this command again; pass --url with another address of the same file; or get it by "
-            f"other means, such as curl -L -C - -o {archive} {url}, and run this again: it uses "
-            "the archive there."
-        ) from error
+        fault = str(error)  # the error itself keeps the connection open
+    raise DatasetError(
+        f"{source.name} could not be downloaded. {url}: {fault}. Check the network and run this "
+        "command again; pass --url with another address of the same file; or get it by other "
+        f"means, such as curl -L -C - -o {archive} {url}, and run this again: it uses the archive "
+        "there."
+    )
 
 
 def _as_stored(response: Any, *_: object, **__: object) -> None:

@@ -1,10 +1,12 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from kinlens.training.checkpoint import Epoch
 from kinlens.training.config.job import parse_job
 from kinlens.training.data.load import load_split
 from kinlens.training.regularizers.shares import WIDEST, Shares, gradient_norm
@@ -80,12 +82,13 @@ def test_no_sentence_on_a_share_comes_before_it_is_known(tmp_path: Path) -> None
     content = small_job(tmp_path / "products").as_dict()
     content["regularizers"]["determinant"]["share"] = 0.2
     job = parse_job(content)
-    early, fine = {"epoch": 1.0, "share determinant": 0.0, "scale determinant": 1.0}, {"epoch": 2.0}
-    faint = {"epoch": 3.0, "share determinant": 0.004, "scale determinant": WIDEST}
+    early = Epoch(1, 1.0, 1.0, 1.0, {"share determinant": 0.0, "scale determinant": 1.0})
+    fine = replace(early, epoch=2, terms={})
+    faint = replace(early, epoch=3, terms={"share determinant": 0.004, "scale determinant": WIDEST})
     assert after_epoch(job, [early]) == after_epoch(job, [early, fine]) == []
     [sentence] = after_epoch(job, [early, fine, faint])
     assert sentence.endswith("so it has almost no effect. Raise lambda1 and lambda2.")
-    assert after_epoch(job, [early, fine, faint, {**faint, "epoch": 4.0}]) == []
+    assert after_epoch(job, [early, fine, faint, replace(faint, epoch=4)]) == []
 
 
 def test_shares_are_in_log_rows_and_few_steps_are_said_and_raised(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -15,7 +14,7 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from kinlens.embedder.errors import BundleError, SearchError
+from kinlens.embedder.errors import BundleError, ImageError, SearchError
 from kinlens.embedder.preprocess import Box
 from kinlens.embedder.session import ModelFacts
 from kinlens.embedder.types import Embed, Embeddings, Images, first_numbers
@@ -43,10 +42,6 @@ class View:
     digest: str
     box: Box | None = None
     number: int = 1
-
-
-Guard = Callable[[View], AbstractContextManager[object]]
-"""A context manager around the work on a view, for checks before it or better errors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,14 +208,18 @@ class Model:
         return self.workers.decode(view.data, facts.preprocessing, facts.limits, view.box)
 
     def compute(
-        self, views: Sequence[View], guard: Guard = nullcontext
+        self,
+        views: Sequence[View],
+        check: Callable[[], object] = lambda: None,
+        *,
+        is_numbered: bool = False,
     ) -> tuple[Embeddings, Stages]:
         """Compute the vectors (N, D) of N > 0 `views`, several at the same time, and cache them.
-        Each view is processed in the context of `guard`.
+        `check` is called before each view. With `is_numbered` an error names the image.
 
-        Raises: ImageError, SearchError, BundleError.
+        Raises: ImageError, SearchError, BundleError, what `check` raises.
         """
-        vectors, stages = self._computed(views, guard)
+        vectors, stages = self._computed(views, check, is_numbered)
         for view, vector in zip(views, vectors, strict=True):
             self._cache.set(self._key(view.digest, view.box), encode_vector(vector))
         return first_numbers(vectors, self.dim), stages
@@ -241,29 +240,39 @@ class Model:
 
     async def _infer(self) -> Vector:
         view = View(self._reference_image, "")
-        work = partial(self._computed, [view], nullcontext)
+        work = partial(self._computed, [view])
         vectors, _ = await self._search_threads.run(work, urgent=True, bulk=True)
         vector: Vector = vectors[0]
         return vector
 
-    def _computed(self, views: Sequence[View], guard: Guard) -> tuple[Embeddings, Stages]:
+    def _computed(
+        self,
+        views: Sequence[View],
+        check: Callable[[], object] = lambda: None,
+        is_numbered: bool = False,
+    ) -> tuple[Embeddings, Stages]:
         started = time.perf_counter()
 
-        def guarded(work: Callable[[View], T]) -> list[T]:
+        def of_each(work: Callable[[View], T]) -> list[T]:
             def call(view: View) -> T:
-                with guard(view):
+                check()
+                try:
                     return work(view)
+                except ImageError as error:
+                    if is_numbered:
+                        raise type(error)(f"Image {view.number}: {error}") from error
+                    raise
 
             return self._search_threads.each(call, views)
 
         if self._batcher is None:
             with span("embed"):
-                answers = guarded(self._embed)
+                answers = of_each(self._embed)
             vectors = np.stack([vector for vector, _ in answers])
             decode_ms = sum(took_ms for _, took_ms in answers)
         else:
             with span("decode"):
-                images = np.stack(guarded(self.decode))
+                images = np.stack(of_each(self.decode))
             decode_ms = (time.perf_counter() - started) * 1e3
             with span("embed"):
                 vectors = self._batcher.embed(images)

@@ -12,8 +12,8 @@ import hashlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TypeVar
 
@@ -24,7 +24,6 @@ from kinlens.embedder.calibration import CANDIDATES
 from kinlens.embedder.errors import (
     BundleMismatchError,
     DeadlineExceededError,
-    ImageError,
     InvalidParameterError,
     KinlensError,
 )
@@ -269,22 +268,13 @@ class Pipeline:
         """The vector of every view; views without a cached vector are decoded and embedded
         together.
         """
-        several = len(query.views) > 1 and len({view.digest for view in query.views}) > 1
-
-        @contextmanager
-        def guard(view: View) -> Iterator[None]:
-            cancel_token.check()
-            try:
-                yield
-            except ImageError as error:
-                if several:
-                    raise type(error)(f"Image {view.number}: {error}") from error
-                raise
-
         missing = [view for view, vector in zip(query.views, cached, strict=True) if vector is None]
         if not missing:
             return [vector for vector in cached if vector is not None], Stages()
-        computed, stages = served.model.compute(missing, guard)
+        has_several = len({view.digest for view in query.views}) > 1
+        computed, stages = served.model.compute(
+            missing, cancel_token.check, is_numbered=has_several
+        )
         new = iter(computed)
         return [next(new) if vector is None else vector for vector in cached], stages
 

@@ -99,29 +99,18 @@ class Plan:
     parameters: Mapping[str, int] = field(default_factory=dict)
 
     @property
-    def needs(self) -> str:
-        """Its requirements in one line."""
-        on_gpu = f"{_mb(self.gpu_memory_mb)} of the GPU, " if self.gpu_memory_mb else ""
-        return (
-            f"{on_gpu}{_mb(self.memory_mb)} of memory ({_mb(self.build_memory_mb)} while it is "
-            f"built) and {_mb(self.disk_mb)} of disk"
-        )
-
-    @property
     def peak_mb(self) -> float:
         """The highest resident memory."""
         return max(self.memory_mb, self.build_memory_mb)
 
-    def fits(self, budget_mb: float) -> bool:
-        """Whether `budget_mb` of memory and the free memory of the GPU suffice."""
-        return self.peak_mb <= budget_mb and self.gpu_memory_mb <= self.gpu_free_mb
-
-    def shortage(self, budget_mb: float) -> str:
-        """The missing resource of a plan that does not fit."""
+    def shortage(self, budget_mb: float) -> str | None:
+        """What is missing of `budget_mb` of memory or of the GPU; None if the plan fits."""
         if self.peak_mb > budget_mb:
             return f"{_mb(self.peak_mb)} of memory, but there are only {_mb(budget_mb)}"
-        needed = _mb(self.gpu_memory_mb)
-        return f"{needed} of the GPU, but there are only {_mb(self.gpu_free_mb)}"
+        if self.gpu_memory_mb > self.gpu_free_mb:
+            there = _mb(self.gpu_free_mb)
+            return f"{_mb(self.gpu_memory_mb)} of the GPU, but there are only {there}"
+        return None
 
     def lines(self) -> list[str]:
         """A readable description, one fact per line."""
@@ -160,18 +149,28 @@ def plan_index(
         names the option to change. ProviderError.
     """
     _check_size(n, dim, settings)
-    _check_device(settings.device)
+    if settings.device not in get_args(Device):
+        devices = " or ".join(get_args(Device))
+        raise PlanError(f"Unknown device {settings.device!r}. Choose --index-device {devices}.")
+    if settings.device == "cuda" and (why := why_no_gpu()):
+        raise PlanError(f"{why} Or choose --index-device cpu.")
     budget = settings.memory_mb or MEMORY_PART * machine_memory_mb()  # checked: it is above 0
     gpu_mb = _gpu_mb(settings, replaces)
-    refused: list[Plan] = []
+    refused: list[tuple[Plan, str]] = []
     for index_type, reason in _choices(n, dim, settings):
         if refused:
-            reason = "; ".join(f"{plan.kind} needs {plan.shortage(budget)}" for plan in refused)
+            reason = "; ".join(f"{one.kind} needs {needs}" for one, needs in refused)
         plan = _plan(index_type, n, dim, settings, reason, gpu_mb, vector_type)
-        if plan.fits(budget):
+        shortage = plan.shortage(budget)
+        if shortage is None:
             return plan
-        refused.append(plan)
-    raise PlanError(_does_not_fit(min(refused, key=lambda plan: plan.peak_mb), budget))
+        refused.append((plan, shortage))
+    plan, shortage = min(refused, key=lambda one: one[0].peak_mb)
+    smaller = "" if plan.kind == "ivf-pq" else ", choose a smaller one with --index"
+    raise PlanError(
+        f"The index {plan.kind} for {n:,} vectors of length {dim} needs {shortage}. Raise "
+        f"--memory-mb if the machine has more{smaller}, or change --index-device."
+    )
 
 
 def plan_compaction(
@@ -281,27 +280,18 @@ def _check_size(n: int, dim: int, settings: IndexSettings) -> None:
         raise PlanError(f"--memory-mb must be above 0, not {settings.memory_mb}.")
 
 
-def _check_device(device: str) -> None:
-    if device not in get_args(Device):
-        raise PlanError(
-            f"Unknown device {device!r}. Choose --index-device {' or '.join(get_args(Device))}."
-        )
-    if device == "cuda" and (why := why_no_gpu()):
-        raise PlanError(f"{why} Or choose --index-device cpu.")
-
-
 def _named(name: str, device: str) -> IndexType:
-    names = [known.name for known in INDEX_TYPES.values() if device in known.devices]
-    for known in INDEX_TYPES.values():
-        if name == known.name and device in known.devices:
-            return known
+    known = {kind: one for kind, one in INDEX_TYPES.items() if device in one.devices}
+    for kind, index_type in known.items():
+        if kind == name:
+            return index_type
+    others = f"--index auto, {', '.join(known)}"
     if name in INDEX_TYPES:
-        other = "cpu" if device == "cuda" else "cuda"
         raise PlanError(
-            f"The index {name} cannot be built on {device}. Choose --index-device {other}, or "
-            f"--index auto, {', '.join(names)}."
+            f"The index {name} cannot be built on {device}. Choose --index-device "
+            f"{'cpu' if device == 'cuda' else 'cuda'}, or {others}."
         )
-    raise PlanError(f"Unknown index {name!r}. Choose --index auto, {', '.join(names)}.")
+    raise PlanError(f"Unknown index {name!r}. Choose {others}.")
 
 
 def _gpu_mb(settings: IndexSettings, replaces: bool) -> float:
@@ -310,15 +300,6 @@ def _gpu_mb(settings: IndexSettings, replaces: bool) -> float:
         return 0.0
     memory = gpu_memory()
     return max(0.0, (memory.total_mb if replaces else memory.free_mb) - RESERVE_MB)
-
-
-def _does_not_fit(plan: Plan, budget: float) -> str:
-    smaller = "" if plan.kind == "ivf-pq" else ", choose a smaller one with --index"
-    return (
-        f"The index {plan.kind} for {plan.n:,} vectors of length {plan.dim} needs {plan.needs}: "
-        f"{plan.shortage(budget)}. Raise --memory-mb if the machine has more{smaller}, or change "
-        "--index-device."
-    )
 
 
 def _mb(value: float) -> str:

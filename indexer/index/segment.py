@@ -35,7 +35,7 @@ from kinlens.indexer.index.copies import Copies
 from kinlens.indexer.index.faiss import SegmentIndex
 from kinlens.indexer.index.index_types import INDEX_TYPES, Effort, IndexKind, full
 from kinlens.indexer.index.plan import IndexSettings, Plan, plan_compaction
-from kinlens.indexer.index.tune import Measure, Tuned, tune
+from kinlens.indexer.index.tune import Tuned, measuring, tune
 from kinlens.indexer.types import Ids, IndexLocation, Progress, StoredRows, VectorType, find_sorted
 
 _log = logging.getLogger(__name__)
@@ -570,10 +570,9 @@ def _updated(
     if len(fresh) >= SMALL and is_kept.any():
         queries = full(vectors[fresh[_drawn(len(fresh), UPDATE_QUERIES)]])
         target, allowed = manifest.target_recall, packed_bits(is_kept)
-        tried = Measure(index, queries, target, allowed=allowed)(manifest.tuned)
-        if tried.tuned.recall + tried.error < target:  # within one standard error
+        tuned = measuring(index, queries, allowed=allowed)(manifest.tuned)
+        if tuned.recall + tuned.error < target:  # within one standard error
             return None
-        tuned = tried.tuned
     if on_progress is not None:
         on_progress(int(np.count_nonzero(is_kept)))
     index = index.extended(fresh, on_progress)

@@ -40,6 +40,15 @@ def count_of(bits: Bits, size: int) -> int:
     return count + (int(bits[whole] & (2**rest - 1)).bit_count() if rest else 0)
 
 
+def bits_from(bits: Bits, start: int, size: int) -> Bits:
+    """The set of `size` positions from `start` on, counted from there."""
+    own = bits[start // 8 : (start + size + 7) // 8]
+    if not start % 8:
+        return own
+    flags = np.unpackbits(own, bitorder="little")[start % 8 :][:size]
+    return packed_bits(flags.view(np.bool_))
+
+
 def has_bits(bits: Bits, positions: NDArray[np.integer]) -> NDArray[np.bool_]:
     """Mask (N,) of the positions that are in the set."""
     shifts = (positions & 7).astype(np.uint8)

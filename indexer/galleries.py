@@ -109,7 +109,7 @@ def copy_bytes(folder: Path | str) -> int:
     """
     generation = GalleryFolder(folder).current()
     with catalog_view(generation / CATALOG) as view:
-        segment, name = view.state().segment, view.file_name
+        segment, _, name = view.state().base
         size = 0
         if view.file is not None:
             size += view.file.bytes_of(view.file.row_ids.rows_up_to(view.last_given()))

@@ -19,7 +19,7 @@ from kinlens.indexer.folder.layout import GalleryFolder, disk_errors_explained
 from kinlens.indexer.folder.manifest import REPORT, GalleryManifest, read_manifest, write_manifest
 from kinlens.indexer.index.segment import HASHED_BELOW, SEGMENTS
 from kinlens.indexer.live.compaction import CATALOG, KEEP_REMOVED_S, compact
-from kinlens.indexer.live.snapshot import SnapshotKeeper
+from kinlens.indexer.live.keeper import SnapshotKeeper
 from kinlens.indexer.live.writer import GalleryWriter
 from kinlens.indexer.types import VectorType, mismatch
 

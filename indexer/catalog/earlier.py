@@ -7,6 +7,7 @@ tombstones   the ids of the items that were removed or replaced since the last c
 
 import os
 import sqlite3
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,8 @@ import numpy as np
 from kinlens.embedder.durable import make_folder, rename, staged, sync_tree
 from kinlens.indexer.catalog.read import CatalogView
 from kinlens.indexer.catalog.schema import EARLIER, INDEXES, VERSION, schema_version, seal
-from kinlens.indexer.catalog.vectors import VectorFile
+from kinlens.indexer.catalog.vectors import RowIds, VectorFile
+from kinlens.indexer.types import StoredRows
 
 _REPLACED = "'', '', x'', '', '{}'"  # columns of an item of which only the id was kept
 _LIVING = """
@@ -60,6 +62,34 @@ _TAKE_OUT_VECTORS = (
     "ALTER TABLE checksums RENAME TO vectors",
 )
 _COPIED = "SELECT id, crc, vector FROM vectors WHERE vector IS NOT NULL LIMIT 4096"
+
+
+@dataclass(frozen=True, slots=True)
+class VectorsInMemory:
+    """The vectors of a catalogue that contains them, as rows (N, D) by ascending id."""
+
+    row_ids: RowIds
+    vectors: StoredRows
+
+    def rows(self, count: int) -> StoredRows:
+        """The first `count` rows (count, D)."""
+        return self.vectors[:count]
+
+
+StoredVectors = VectorFile | VectorsInMemory
+
+
+def row_ids_of(view: CatalogView) -> RowIds:
+    """The rows of the items of a view."""
+    if view.file is not None:
+        return view.file.row_ids
+    return RowIds(view.live_ids(), view.last_given())
+
+
+def vectors_in_memory(view: CatalogView) -> VectorsInMemory:
+    """Read the vectors of a catalogue that contains them."""
+    row_ids = row_ids_of(view)
+    return VectorsInMemory(row_ids, view.vectors(row_ids.base))
 
 
 def define_views(connection: sqlite3.Connection) -> bool:

@@ -77,8 +77,8 @@ _AS_VARIABLES = 50  # ids up to which separate SQL variables are faster than JSO
 _FROM_ID = "SELECT id FROM living WHERE id > ? ORDER BY id LIMIT ? OFFSET ?"
 
 
-Base = tuple[str | None, int]
-"""The name of a segment, or None, and the `seq` of the state that it was built from."""
+Base = tuple[str | None, int, str | None]
+"""The name of a segment, the `seq` of the state that it was built from, and the file of vectors."""
 
 
 class State(NamedTuple):
@@ -87,12 +87,19 @@ class State(NamedTuple):
     seq: number of writes so far.
     size: number of items.
     segment, segment_seq: the segment, and the write whose items it contains.
+    vectors: the name of the file of vectors; None if the catalogue of an earlier version has them.
     """
 
     seq: int
     size: int
     segment: str | None
     segment_seq: int
+    vectors: str | None
+
+    @classmethod
+    def of(cls, row: StateRow) -> "State":
+        """The state in a row of the catalogue."""
+        return cls(*row[:4], *(row.vectors or (None,)))
 
     def is_before(self, other: "State") -> bool:
         """Whether `other` follows this state by a write or a compaction."""
@@ -101,7 +108,7 @@ class State(NamedTuple):
     @property
     def base(self) -> "Base":
         """The segment and its `seq`; the catalogue does not list earlier removals."""
-        return self.segment, self.segment_seq
+        return self.segment, self.segment_seq, self.vectors
 
 
 Attributes = Mapping[str, AttributeValue]
@@ -126,12 +133,7 @@ class CatalogView:
 
     def state(self) -> State:
         """The current state."""
-        return State(*self.state_row()[:4])
-
-    @property
-    def file_name(self) -> str | None:
-        """The name of the file of vectors; None if the catalogue contains them."""
-        return next(iter(self.state_row().vectors), None)
+        return State.of(self.state_row())
 
     @property
     def dim(self) -> int:
@@ -237,6 +239,13 @@ class CatalogView:
         `seq` must not be before `segment_seq`: compactions erase items removed before.
         """
         return self._ids("removed", ("seq", "id"), (seq, _MAX_ID))
+
+    def added_count(self) -> int:
+        """Number of items added since the segment was built."""
+        [(count,)] = self._all(
+            "SELECT count(*) FROM living WHERE added_seq > (SELECT segment_seq FROM state)"
+        )
+        return int(count)
 
     def removed_count(self) -> int:
         """Number of items removed since the segment was built."""

@@ -86,7 +86,7 @@ class CatalogWriter(CatalogView):
 
     def state(self) -> State:
         """The state after the changes of this write so far."""
-        return State(*self._row[:4])
+        return State.of(self._row)
 
     def add(
         self,

@@ -21,8 +21,8 @@ from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.images import source_bytes
 from kinlens.indexer.index.segment import SEGMENTS
 from kinlens.indexer.live.compaction import CATALOG
+from kinlens.indexer.live.keeper import open_segment
 from kinlens.indexer.live.ranking import check_search
-from kinlens.indexer.live.snapshot import open_segment
 from kinlens.indexer.types import SAME_SCORE, Ids, Item, Progress, Scores, SearchOptions
 from kinlens.values import values_in
 

@@ -8,8 +8,9 @@ import numpy as np
 
 from kinlens.embedder.durable import sweep
 from kinlens.embedder.errors import GalleryCorruptError
+from kinlens.indexer.catalog.earlier import row_ids_of
 from kinlens.indexer.catalog.read import CatalogView
-from kinlens.indexer.catalog.vectors import VECTORS, RowIds
+from kinlens.indexer.catalog.vectors import VECTORS
 from kinlens.indexer.columns.columns import Columns
 
 COLUMNS = "columns"
@@ -30,8 +31,8 @@ def load_columns(generation: Path, view: CatalogView, *, from_scratch: bool = Fa
     if columns is not None:
         return _advanced(columns, view)
     seq, last = view.state().seq, view.last_given()
-    row_ids = RowIds(view.live_ids(), last) if view.file is None else view.file.row_ids
-    columns = Columns(view.file_name, row_ids, seq, row_ids.rows_up_to(last), {})
+    row_ids = row_ids_of(view)
+    columns = Columns(view.state().vectors, row_ids, seq, row_ids.rows_up_to(last), {})
     types = view.schema()
     for ids, attributes in view.attributes(_BATCH):
         columns = columns.changed(ids, attributes, types, seq, columns.size)
@@ -71,7 +72,8 @@ def columns_at(generation: Path, view: CatalogView, *known: Columns | None) -> C
 
 
 def _are_before(columns: Columns, view: CatalogView) -> bool:
-    return columns.space == view.file_name and columns.seq <= view.state().seq
+    state = view.state()
+    return columns.space == state.vectors and columns.seq <= state.seq
 
 
 def _advanced(columns: Columns, view: CatalogView) -> Columns:

@@ -143,7 +143,7 @@ class Follower:
         """Bring a generation to the state of the snapshot; returns whether it changed."""
         with contextlib.closing(Catalog.open(generation / CATALOG, writable=True)) as catalog:
             with catalog.reading() as view:
-                now, vectors = view.state(), view.file_name
+                now = view.state()
             if now.seq > snapshot.seq:
                 raise GalleryError(
                     f"The snapshot at {self.address} is older than the copy in {self.folder}. "
@@ -151,7 +151,7 @@ class Follower:
                 )
             if now.segment != snapshot.segment:
                 self._check_segment(snapshot)
-            has_new_base = (*now.base, vectors) != snapshot.base
+            has_new_base = now.base != snapshot.base
             if now.seq < snapshot.seq:
                 self._apply(catalog, snapshot, now.seq)
             if has_new_base:
@@ -206,7 +206,7 @@ class Follower:
         """Switch to the segment and the vector file of the snapshot."""
         file = None
         with catalog.reading() as view:
-            has_vectors = view.file_name == snapshot.vectors
+            has_vectors = view.state().vectors == snapshot.vectors
         with contextlib.ExitStack() as stack:  # stages are in use until the catalogue names them
             if not has_vectors:
                 make_folder(generation / VECTORS, "vectors")

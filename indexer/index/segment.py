@@ -29,14 +29,15 @@ from kinlens.embedder.durable import FileFacts, HashedFile
 from kinlens.embedder.errors import GalleryCorruptError, PlanError, RecallError
 from kinlens.embedder.programs.faults import file_fault
 from kinlens.embedder.types import Embeddings
-from kinlens.indexer.bits import Bits, empty_bits, has_bits, packed_bits
-from kinlens.indexer.catalog.vectors import VECTORS, RowIds, VectorFile
+from kinlens.indexer.bits import Bits, empty_bits, packed_bits
+from kinlens.indexer.catalog.vectors import VECTORS, VectorFile
 from kinlens.indexer.index.copies import Copies
 from kinlens.indexer.index.faiss import SegmentIndex
+from kinlens.indexer.index.gpu import GpuCopy
 from kinlens.indexer.index.index_types import INDEX_TYPES, Effort, IndexKind, full
 from kinlens.indexer.index.plan import IndexSettings, Plan, plan_compaction
 from kinlens.indexer.index.tune import Tuned, measuring, tune
-from kinlens.indexer.types import Ids, IndexLocation, Progress, StoredRows, VectorType, find_sorted
+from kinlens.indexer.types import Ids, IndexLocation, Progress, StoredRows, VectorType
 
 _log = logging.getLogger(__name__)
 
@@ -232,48 +233,15 @@ def read_copies(folder: Path, manifest: SegmentManifest) -> Copies | None:
     return Copies.from_array(pairs, manifest.size)
 
 
-def mapped(path: Path, dtype: type, shape: tuple[int, ...]) -> NDArray[Any]:
-    """A memory-mapped array in a file. Raises: GalleryCorruptError."""
-    try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError) as error:
-        raise GalleryCorruptError(f"{path} is not an array: {error}. {_CURE}") from error
-    if array.dtype != dtype or array.shape != shape or not array.flags.c_contiguous:
-        raise GalleryCorruptError(
-            f"{path} is an array {array.dtype} {array.shape}, but the segment needs "
-            f"{np.dtype(dtype)} {shape}. {_CURE}"
-        )
-    found: NDArray[Any] = np.asarray(array)  # indexing a memmap itself takes ten times as long
-    return found
-
-
 def brief(error: Exception) -> str:
     """A short message for an invalid manifest: only the first error."""
     return file_fault(error) if isinstance(error, ValidationError) else str(error)
 
 
-class _LegacyRowIds:
-    """The ids of a segment of an earlier version, whose last positions are not sorted."""
-
-    def __init__(self, ids: Ids) -> None:
-        self._ids = ids
-        self._order = np.argsort(ids, kind="stable")
-        self._sorted = ids[self._order]
-
-    def of(self, rows: Ids) -> Ids:
-        found: Ids = self._ids[rows]
-        return found
-
-    def rows_of(self, ids: Ids) -> Ids:
-        positions = find_sorted(ids, self._sorted)
-        return np.where(positions < 0, -1, self._order[positions])
-
-
 class Segment:
     """An open segment.
 
-    index: finds positions.
-    row_ids: the item id of each position.
+    index: finds positions; None for a segment with vectors of its own, of an earlier version.
     removed: bitmap of the positions without an item.
     tuned: the effort that reaches the target recall.
     """
@@ -281,17 +249,14 @@ class Segment:
     def __init__(
         self,
         manifest: SegmentManifest,
-        index: SegmentIndex,
-        row_ids: RowIds | _LegacyRowIds,
+        index: SegmentIndex | None,
         removed: Bits,
-        file: VectorFile | None,
+        file: VectorFile | None = None,
         copies: Copies | None = None,
     ) -> None:
         self.manifest = manifest
-        self.size = manifest.size
         self.tuned = manifest.tuned
         self.index = index
-        self.row_ids = row_ids
         self.removed = removed
         self.copies = copies
         self._file = file  # keeps it open, and so on disk
@@ -310,54 +275,46 @@ class Segment:
         manifest = read_segment_manifest(folder)
         for name, facts in manifest.files.items():
             check_file(folder / name, facts, verify_hashes)
-        row_ids: RowIds | _LegacyRowIds
         if manifest.vectors is None:
-            shape = (manifest.size, manifest.dim)
-            vectors: StoredRows = mapped(folder / _OWN_VECTORS, np.float32, shape)
-            row_ids = _LegacyRowIds(mapped(folder / _OWN_IDS, np.int64, shape[:1]))
-            removed, file = empty_bits(manifest.size), None
-        else:
-            file = VectorFile.open(folder.parent.parent / VECTORS / manifest.vectors, manifest.dim)
-            vectors, row_ids = file.rows(manifest.size), file.row_ids
-            removed = np.fromfile(folder / REMOVED, np.uint8)
-            if len(removed) != (manifest.size + 7) // 8:
-                raise GalleryCorruptError(f"{folder / REMOVED} has the wrong length. {_CURE}")
+            return cls(manifest, None, empty_bits(0))
+        file = VectorFile.open(folder.parent.parent / VECTORS / manifest.vectors, manifest.dim)
+        removed = np.fromfile(folder / REMOVED, np.uint8)
+        if len(removed) != (manifest.size + 7) // 8:
+            raise GalleryCorruptError(f"{folder / REMOVED} has the wrong length. {_CURE}")
         codes = folder / INDEX if INDEX in manifest.files else None
         copies = read_copies(folder, manifest)
         indexed = manifest.items - manifest.copies
-        index = SegmentIndex.open(manifest.kind, vectors, codes, indexed)
+        index = SegmentIndex.open(manifest.kind, file.rows(manifest.size), codes, indexed)
         if device == "cuda":
             index.use_gpu(f"The index {manifest.kind} in {folder}", manifest.parameters)
-        return cls(manifest, index, row_ids, removed, file, copies)
+        return cls(manifest, index, removed, file, copies)
 
     @property
     def unindexed(self) -> int:
         """Number of positions that are not in the index."""
-        return 0 if self.index.kind == "flat" else self.manifest.gone + self.manifest.copies
+        return 0 if self.manifest.kind == "flat" else self.manifest.gone + self.manifest.copies
 
     @property
     def location(self) -> IndexLocation:
         """The device that searches it, and its memory."""
-        manifest, gpu = self.manifest, self.index.gpu
+        manifest, gpu = self.manifest, self.gpu
         index_type = INDEX_TYPES[manifest.kind]
         codes = index_type.code_bytes(manifest.items, manifest.dim, manifest.parameters)
-        if gpu is None or not self.index.is_on_gpu:
+        if gpu is None or not gpu.is_there:
             reason = None if gpu is None else gpu.reason
             vectors = 4.0 * manifest.items * manifest.dim if index_type.is_scan else 0.0
             return IndexLocation(index_type.name, "cpu", (vectors + codes) / _MIB, reason=reason)
         return IndexLocation(index_type.name, "cuda", codes / _MIB, gpu.gpu_mb)
 
-    def positions_of(self, ids: Ids) -> Ids:
-        """The position of each item (N,); -1 for items that are not in the segment."""
-        positions = self.row_ids.rows_of(np.asarray(ids, np.int64))
-        is_there = (positions >= 0) & (positions < self.size)
-        if self.manifest.gone:
-            is_there &= ~has_bits(self.removed, np.where(is_there, positions, 0))
-        return np.where(is_there, positions, -1)
+    @property
+    def gpu(self) -> GpuCopy | None:
+        """The copy of the index on the GPU, which may have failed; None if none was requested."""
+        return None if self.index is None else self.index.gpu
 
     def close(self) -> None:
         """Release the GPU. Memory maps are released with the last reference to their arrays."""
-        self.index.close()
+        if self.index is not None:
+            self.index.close()
 
 
 @dataclass(frozen=True, slots=True)

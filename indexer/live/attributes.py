@@ -1,28 +1,17 @@
 """The attributes of one state, for filters, facets, groups and sorted pages."""
 
-import functools
 import threading
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kinlens.indexer.bits import (
-    Bits,
-    count_of,
-    empty_bits,
-    first_positions,
-    has_bits,
-    packed_bits,
-    positions_in,
-    put_bits,
-)
+from kinlens.indexer.bits import Bits, count_of, first_positions
 from kinlens.indexer.catalog.read import State
-from kinlens.indexer.catalog.vectors import RowIds
 from kinlens.indexer.columns.columns import CHUNK, Chosen, Chunk, Column, Columns
 from kinlens.indexer.columns.match import (
     Matcher,
@@ -34,14 +23,15 @@ from kinlens.indexer.columns.match import (
 )
 from kinlens.indexer.columns.values import Values
 from kinlens.indexer.filters.tree import Filter, In
-from kinlens.indexer.index.segment import Segment
-from kinlens.indexer.live.snapshot import FilterMask, Snapshot
-from kinlens.indexer.types import Facet, Ids, SortBy, no_checkpoint
+from kinlens.indexer.live.snapshot import Snapshot
+from kinlens.indexer.types import Ids, SortBy, no_checkpoint
 from kinlens.values import Scalar
+
+T = TypeVar("T")
 
 _CACHE_BYTES = 64 * 2**20  # for the cached filter masks
 _MIN_CACHED, _MAX_CACHED = 8, 64  # filters
-_MOST_FACETS = 256
+_MOST_RESULTS = 256
 _MANY = 10_000  # distinct texts
 
 
@@ -94,8 +84,7 @@ class Spread:
 class StateAttributes:
     """The attributes of one state. Thread safe.
 
-    Columns have a row for each row of the file of vectors. Masks have positions of the snapshot:
-    those of the segment, which are usually the first rows, and those of the delta.
+    A mask is a bitmap of rows of the file of vectors that have an item.
     """
 
     def __init__(self, snapshot: Snapshot, columns: Columns, keeper: "AttributesKeeper") -> None:
@@ -104,7 +93,7 @@ class StateAttributes:
         self.columns = columns
         self._keeper = keeper
 
-    def mask(self, where: Filter, checkpoint: Callable[[], None] = no_checkpoint) -> FilterMask:
+    def mask(self, where: Filter, checkpoint: Callable[[], None] = no_checkpoint) -> Bits:
         """The items that match a filter; the mask is cached.
 
         `where` must have been checked against the schema. `checkpoint` is called between chunks;
@@ -112,66 +101,21 @@ class StateAttributes:
         """
         return self._keeper.cached(where).at(where, self, checkpoint)
 
-    def having(self, name: str, values: Collection[Scalar]) -> FilterMask:
+    def having(self, name: str, values: Collection[Scalar]) -> Bits:
         """The items that have one of these values of an attribute."""
         return self.mask_of(rows_matching(In(name, tuple(values)), self.columns))
 
-    def beyond(self, name: str, values: Collection[Scalar]) -> FilterMask:
+    def beyond(self, name: str, values: Collection[Scalar]) -> Bits:
         """The items that have no value, or at least one value that is not in `values`."""
         return self.mask_of(rows_beyond(name, values, self.columns))
 
-    def mask_of_rows(self, rows: Ids) -> FilterMask:
-        """The items in these positions of the snapshot."""
-        size = self.snapshot.segment_size
-        bits, delta = empty_bits(size), np.zeros(len(self.snapshot.delta.alive), np.bool_)
-        is_later = rows >= size
-        put_bits(bits, rows[~is_later], True)
-        delta[rows[is_later] - size] = True
-        return FilterMask(bits, delta)
+    def mask_of(self, rows: Bits) -> Bits:
+        """The rows of this bitmap that have an item."""
+        return self.snapshot.live & rows[: len(self.snapshot.live)]
 
-    def mask_of(self, bits: Bits) -> FilterMask:
-        """The items in a bitmap of rows."""
-        rows, size = self._segment_rows, self.snapshot.segment_size
-        if rows is None:
-            segment = bits[: (size + 7) // 8].copy()
-        else:
-            segment = packed_bits((rows >= 0) & has_bits(bits, np.maximum(rows, 0)))
-        delta = self._delta_rows  # -1 for items that have just been erased
-        if not len(bits):
-            return FilterMask(segment, np.zeros(len(delta), np.bool_))
-        return FilterMask(segment, (delta >= 0) & has_bits(bits, np.maximum(delta, 0)))
-
-    def rows_of(self, among: FilterMask | None) -> Bits:
-        """Bitmap of the rows of the items that pass `among` (None: all) and are not removed."""
-        snapshot, rows = self.snapshot, self._segment_rows
-        left = ~snapshot.tombstones if among is None else among.segment & ~snapshot.tombstones
-        alive = snapshot.delta.alive if among is None else snapshot.delta.alive & among.delta
-        found = empty_bits(self.columns.chunks * CHUNK)
-        if rows is None:
-            found[: len(left)] = left
-            if snapshot.segment_size % 8:
-                found[len(left) - 1] &= (1 << snapshot.segment_size % 8) - 1
-        else:
-            own = rows[positions_in(left, snapshot.segment_size)]
-            put_bits(found, own[own >= 0], True)
-        later = self._delta_rows[alive]
-        put_bits(found, later[later >= 0], True)
-        return found
-
-    @functools.cached_property
-    def _segment_rows(self) -> Ids | None:
-        """The row of each position of the segment; None if they are equal."""
-        return self._keeper.rows_of(self.snapshot.segment, self.columns)
-
-    @functools.cached_property
-    def _delta_rows(self) -> Ids:
-        return self.columns.row_ids.rows_of(self.snapshot.delta.ids)
-
-    def count(self, among: FilterMask) -> int:
-        """Number of items that pass `among`."""
-        later = np.count_nonzero(among.delta & self.snapshot.delta.alive)
-        left = among.segment & ~self.snapshot.tombstones
-        return count_of(left, self.snapshot.segment_size) + int(later)
+    def count(self, among: Bits) -> int:
+        """Number of items of a mask."""
+        return count_of(among, self.columns.size)
 
     def is_nearly_unique(self, name: str) -> bool:
         """Whether this is a text attribute with a different value in nearly every item."""
@@ -181,9 +125,9 @@ class StateAttributes:
         most = max(_MANY, column.present // 2)
         return column.codes > most and int(np.count_nonzero(column.counts)) > most
 
-    def selected(self, among: FilterMask | None = None) -> Chosen:
-        """The rows of the items that pass `among` (None: all items), prepared for counting."""
-        return Chosen(self.rows_of(among), self.columns.size)
+    def selected(self, among: Bits | None = None) -> Chosen:
+        """The items of a mask (None: all items), prepared for counting."""
+        return Chosen(self.snapshot.live if among is None else among, self.columns.size)
 
     def spread(self, name: str, selected: Chosen | None = None) -> Spread:
         """The value counts of an attribute over the selected items (None: all items)."""
@@ -202,35 +146,23 @@ class StateAttributes:
         known = column.dictionary.values
         return Spread(known, counts[: len(known)], later, selected.count - present)
 
-    def span(self, name: str) -> tuple[float, float] | None:
-        """The lowest and the highest value of a number attribute; None if no item has it."""
-        return self._keeper.span(name, self)
+    def remembered(self, key: Hashable, compute: Callable[[], T]) -> T:
+        """The result of `compute`, which is cached under this key until a change."""
+        return self._keeper.remembered(key, self.snapshot.state, compute)
 
-    def facet(self, name: str, where: Filter | None, count: Callable[[], Facet]) -> Facet:
-        """The facet over all items that match `where`, from `count`; cached until a change."""
-        return self._keeper.facet(name, where, self.snapshot.state, count)
+    def ids(self, among: Bits, after: int = -1, limit: int | None = None) -> tuple[Ids, int | None]:
+        """Up to `limit` ids above `after` of items of a mask, ascending.
 
-    def ids(
-        self, among: FilterMask, after: int = -1, limit: int | None = None
-    ) -> tuple[Ids, int | None]:
-        """Up to `limit` ids above `after` of items that pass `among`, ascending.
-
-        The second result is the highest id of all items that pass; None if there are none.
+        The second result is the highest id of all of its items; None if there are none.
         """
-        bits, row_ids = self.rows_of(among), self.columns.row_ids
-        first = row_ids.rows_up_to(after)
-        rows = first_positions(bits, first, limit)
-        filled = np.flatnonzero(bits)[-1:]
-        last = 8 * filled + np.array([int(byte).bit_length() - 1 for byte in bits[filled]], int)
+        row_ids = self.columns.row_ids
+        rows = first_positions(among, row_ids.rows_up_to(after), limit)
+        filled = np.flatnonzero(among)[-1:]
+        last = 8 * filled + np.array([int(byte).bit_length() - 1 for byte in among[filled]], int)
         return row_ids.of(rows), int(row_ids.of(last)[0]) if len(last) else None
 
-    def everything(self) -> FilterMask:
-        """A mask that every item passes."""
-        delta = np.ones(len(self.snapshot.delta.alive), np.bool_)
-        return FilterMask(~empty_bits(self.snapshot.segment_size), delta)
-
-    def sorted_ids(self, order: SortBy, among: FilterMask, limit: int) -> Ids:
-        """Ids of the first `limit` items that pass `among`, sorted by an attribute, ties by id."""
+    def sorted_ids(self, order: SortBy, among: Bits, limit: int) -> Ids:
+        """Ids of the first `limit` items of a mask, sorted by an attribute, ties by id."""
         selected = self.selected(among)
         column, rest = self.columns.get(order.attribute), selected.bits
         best = np.empty(0, np.int64)
@@ -266,7 +198,8 @@ def _best(column: Column, selected: Chosen, count: int, descending: bool) -> Ids
 
 def _having(column: Column, codes: Ids, selected: Chosen) -> Bits:
     """Bitmap of the selected rows with one of these codes."""
-    return rows_with(codes, column, 8 * len(selected.bits) // CHUNK) & selected.bits
+    rows = rows_with(codes, column, -(-selected.size // CHUNK))
+    return rows[: len(selected.bits)] & selected.bits
 
 
 class _CachedFilter:
@@ -279,16 +212,15 @@ class _CachedFilter:
         self._lock = threading.Lock()
         # Weak, so that a cached filter does not keep the chunks of earlier states in memory.
         self._parts: list[tuple[list[weakref.ref[Chunk]], Bits]] = []
-        self._mask: tuple[object, FilterMask] | None = None
+        self._mask: tuple[State, Bits] | None = None
 
-    def at(self, where: Filter, now: StateAttributes, checkpoint: Callable[[], None]) -> FilterMask:
+    def at(self, where: Filter, now: StateAttributes, checkpoint: Callable[[], None]) -> Bits:
         """The mask of a state. Single-flight: equal filters are evaluated once."""
-        # The segment may be an earlier one than that of the state.
-        key = now.snapshot.state, now.snapshot.base
+        state = now.snapshot.state
         with self._lock:
-            if self._mask is None or self._mask[0] != key:
+            if self._mask is None or self._mask[0] != state:
                 self._evaluate(where, now.columns, checkpoint)
-                self._mask = key, now.mask_of(joined(bits for _, bits in self._parts))
+                self._mask = state, now.mask_of(joined(bits for _, bits in self._parts))
             return self._mask[1]
 
     def _evaluate(self, where: Filter, columns: Columns, checkpoint: Callable[[], None]) -> None:
@@ -304,15 +236,12 @@ class _CachedFilter:
 
 
 class AttributesKeeper:
-    """Returns the attributes of a state, with caches of filters, spans and facets. Thread safe."""
+    """Returns the attributes of a state, with caches of filters and results. Thread safe."""
 
     def __init__(self) -> None:
         self._filters: OrderedDict[Filter, _CachedFilter] = OrderedDict()
         self._max_filters = _MAX_CACHED
-        self._spans: dict[str, tuple[State, tuple[float, float] | None]] = {}
-        self._facets: OrderedDict[tuple[str, Filter | None], tuple[State, Facet]] = OrderedDict()
-        self._rows: weakref.WeakKeyDictionary[Segment, tuple[RowIds, Ids]]
-        self._rows = weakref.WeakKeyDictionary()
+        self._results: OrderedDict[Hashable, tuple[State, Any]] = OrderedDict()
         self._lock = threading.Lock()
 
     def at(self, snapshot: Snapshot, columns: Columns) -> StateAttributes:
@@ -330,38 +259,14 @@ class AttributesKeeper:
                 self._filters.popitem(last=False)
             return cached
 
-    def rows_of(self, segment: Segment | None, columns: Columns) -> Ids | None:
-        """The row of each position of a segment, -1 without one; None if they are equal.
-
-        They differ for a segment of an earlier version, and after the vectors were rewritten.
-        """
-        if segment is None or segment.manifest.vectors == columns.space is not None:
-            return None
-        with self._lock:
-            row_ids, rows = self._rows.get(segment, (None, np.empty(0, np.int64)))
-            if row_ids is not columns.row_ids:
-                rows = columns.row_ids.rows_of(segment.row_ids.of(np.arange(segment.size)))
-                rows[rows >= columns.size] = -1
-                self._rows[segment] = columns.row_ids, rows
-            return rows
-
-    def span(self, name: str, now: StateAttributes) -> tuple[float, float] | None:
-        """The lowest and the highest value of a number attribute; None if no item has it."""
-        state, span = self._spans.get(name, (None, None))
-        if state != now.snapshot.state:
-            span = now.spread(name).ends()
-            self._spans[name] = now.snapshot.state, span
-        return span
-
-    def facet(
-        self, name: str, where: Filter | None, state: State, count: Callable[[], Facet]
-    ) -> Facet:
-        """The facet of an attribute from `count`; cached until the state changes."""
-        known = self._facets.get((name, where))
+    def remembered(self, key: Hashable, state: State, compute: Callable[[], T]) -> T:
+        """The result of `compute`, which is cached under this key until the state changes."""
+        known = self._results.get(key)
         if known is None or known[0] != state:
-            known = state, count()
+            known = state, compute()
             with self._lock:
-                self._facets[name, where] = known
-                while len(self._facets) > _MOST_FACETS:
-                    self._facets.popitem(last=False)
-        return known[1]
+                self._results[key] = known
+                while len(self._results) > _MOST_RESULTS:
+                    self._results.popitem(last=False)
+        result: T = known[1]
+        return result

@@ -48,7 +48,7 @@ from kinlens.indexer.index.segment import (
     read_segment_manifest,
 )
 from kinlens.indexer.live.compaction import CATALOG, with_state
-from kinlens.indexer.live.snapshot import open_segment
+from kinlens.indexer.live.keeper import open_segment
 from kinlens.indexer.types import Progress
 
 BACKUP_REPORT = "backup.json"

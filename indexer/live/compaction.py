@@ -163,7 +163,7 @@ def collect(generation: Path) -> None:
         idle = [folder for folder in folders if not is_stage(folder) and not in_use(folder)]
         # Read after listing: a compaction may just have adopted one of these folders.
         with catalog_view(generation / CATALOG) as view:
-            current = (view.state().segment, view.file_name)
+            current = view.state().base
         for folder in idle:
             if folder.name not in current:
                 discard(folder)

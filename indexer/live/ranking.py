@@ -76,19 +76,16 @@ class Pool:
     ceiling: float
 
     @classmethod
-    def of(cls, fetched: Sequence[Candidate], n: int, certain: int | None = None) -> "Pool":
+    def of(cls, fetched: Sequence[Candidate], n: int) -> "Pool":
         """A pool of the `n` items fetched; fewer than `n` mean that there are no more.
 
-        certain: the number of leading items that no other item can precede. None if scores tie at
-            `n` and any of these items may have been fetched: then those above the last score.
+        If scores tie at `n`, any of these items may have been fetched, so none is a candidate.
         """
         ordered = sorted(fetched, key=rank)
         if len(ordered) < n:
             return cls(ordered, -math.inf)
         ceiling = ordered[-1].score
-        if certain is None:
-            certain = sum(c.score > ceiling for c in ordered)
-        return cls(ordered[:certain], ceiling)
+        return cls([c for c in ordered if c.score > ceiling], ceiling)
 
     def joined(self, others: "Pool") -> "Pool":
         """Merge with the pool of the items outside the groups that this pool already covers."""

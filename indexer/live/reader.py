@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from kinlens.embedder.errors import InvalidParameterError, ItemNotFoundError
 from kinlens.embedder.types import Embeddings, ItemId
 from kinlens.indexer.attributes import Schema
+from kinlens.indexer.bits import Bits
 from kinlens.indexer.catalog.database import Catalog, catalog_view
 from kinlens.indexer.catalog.entries import as_entries
 from kinlens.indexer.catalog.read import CatalogView
@@ -20,8 +21,8 @@ from kinlens.indexer.folder.manifest import GalleryManifest
 from kinlens.indexer.images import ItemImage, item_image
 from kinlens.indexer.live.compaction import CATALOG
 from kinlens.indexer.live.facets import facts_of
+from kinlens.indexer.live.keeper import SnapshotKeeper
 from kinlens.indexer.live.search import Searcher, ids_of_keys
-from kinlens.indexer.live.snapshot import SnapshotKeeper
 from kinlens.indexer.types import AttributeFacts, Entry, Ids, Item, Page, SortBy, no_item
 from kinlens.values import Scalar
 
@@ -50,7 +51,6 @@ class GalleryReader(Searcher):
         self._folder = folder
         self._catalog = catalog
         self._image_root = image_root or Path(manifest.source_root)
-        self._facts: tuple[int, tuple[AttributeFacts, ...]] = (-1, ())
 
     @property
     def generation(self) -> str:
@@ -111,26 +111,22 @@ class GalleryReader(Searcher):
         with self._snapshots.reading() as now:
             check_attribute(sort_by.attribute, now.view.schema(), "sort by")
             attributes = self._attributes_of(now)
-            among = self._among(now, where, prefix) if where or prefix else attributes.everything()
+            among = self._among(now, where, prefix) if where or prefix else now.snapshot.live
             ids = attributes.sorted_ids(sort_by, among, offset + limit)[offset:]
             _, last = attributes.ids(among, limit=0)
             return Page(attributes.count(among), now.view.known(ids), last)
 
     def attribute_facts(self, where: Where | None = None) -> tuple[AttributeFacts, ...]:
         with self._snapshots.reading() as now:
+            attributes = self._attributes_of(now)
+
+            def facts(among: Bits | None) -> tuple[AttributeFacts, ...]:
+                selected, types = attributes.selected(among), now.view.schema().items()
+                return tuple(facts_of(name, type_, attributes, selected) for name, type_ in types)
+
             if where is not None:
-                attributes = self._attributes_of(now)
-                matching = attributes.selected(self._among(now, where))
-                types = now.view.schema().items()
-                return tuple(facts_of(name, type_, attributes, matching) for name, type_ in types)
-            seq, facts = self._facts
-            state = now.snapshot.state
-            if seq != state.seq:
-                attributes = self._attributes_of(now)
-                types, every = now.view.schema().items(), attributes.selected()
-                facts = tuple(facts_of(name, type_, attributes, every) for name, type_ in types)
-                self._facts = (state.seq, facts)
-            return facts
+                return facts(self._among(now, where))
+            return attributes.remembered("facts", lambda: facts(None))
 
     def contents(self, sha256s: Sequence[str]) -> set[str]:
         with self._catalog.reading() as view:

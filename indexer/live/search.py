@@ -9,12 +9,14 @@ import numpy as np
 
 from kinlens.embedder.errors import GalleryCorruptError, InvalidParameterError, ItemNotFoundError
 from kinlens.embedder.types import Embeddings, Hit, ItemId
+from kinlens.indexer.bits import Bits
 from kinlens.indexer.catalog.read import CatalogView, Row
 from kinlens.indexer.columns.columns import Chosen
 from kinlens.indexer.filters.text import Where, as_filter
 from kinlens.indexer.filters.tree import Filter, check_attribute, check_boosted, check_grouped
 from kinlens.indexer.live.attributes import AttributesKeeper, StateAttributes
 from kinlens.indexer.live.facets import checked_names, facet_of
+from kinlens.indexer.live.keeper import Reading, SnapshotKeeper
 from kinlens.indexer.live.ranking import (
     Candidate,
     Fetch,
@@ -27,7 +29,7 @@ from kinlens.indexer.live.ranking import (
     check_search,
 )
 from kinlens.indexer.live.rerank import reorder_of
-from kinlens.indexer.live.snapshot import FilterMask, Nearest, Reading, Snapshot, SnapshotKeeper
+from kinlens.indexer.live.snapshot import Snapshot
 from kinlens.indexer.types import (
     Facet,
     Group,
@@ -45,7 +47,6 @@ from kinlens.values import Scalar
 _DEFAULTS = SearchOptions()
 _NO_IDS: Ids = np.empty(0, np.int64)
 _MASKS = 64  # masks of attribute values, cached for the other queries of a search
-_TIE_OVERFETCH = 8  # factor by which more items are fetched until a tie at the end is complete
 _INDEXED_RANGE = 1000  # hits up to which a range search uses the index
 _BLOCK = 4096  # items whose rows or vectors are read at a time
 
@@ -71,10 +72,8 @@ class Searcher(VectorStore):
         queries = check_search(k, options, self._dim, queries)
         if options.filter is not None:
             with self._snapshots.reading() as now:
-                found = _nearest(now.snapshot, queries, k, options, self._mask(now, options))
-        else:
-            found = _nearest(self._snapshots.newest(), queries, k, options, None)
-        return found.scores, found.ids
+                return _nearest(now.snapshot, queries, k, options, self._mask(now, options))
+        return _nearest(self._snapshots.newest(), queries, k, options, None)
 
     def search(
         self, queries: Embeddings, k: int, options: SearchOptions | None = None
@@ -146,7 +145,7 @@ class Searcher(VectorStore):
             def count(name: str) -> Facet:
                 options.checkpoint()
                 if not selected:  # once for all attributes, unless all counts are cached
-                    among = self._counted(now, attributes, query, options, prefix)
+                    among = self._counted(now, query, options, prefix)
                     selected.append(attributes.selected(among))
                 return facet_of(attributes.spread(name, selected[0]), schema[name])
 
@@ -154,16 +153,17 @@ class Searcher(VectorStore):
             if prefix or options.exclude or (least is not None and least > -1):
                 return {name: count(name) for name in names}
             where = options.filter
-            return {name: attributes.facet(name, where, partial(count, name)) for name in names}
+            return {
+                name: attributes.remembered((name, where), partial(count, name)) for name in names
+            }
 
     def _counted(
         self,
         now: Reading,
-        attributes: StateAttributes,
         query: Embeddings | None,
         options: SearchOptions,
         prefix: str,
-    ) -> FilterMask | None:
+    ) -> Bits | None:
         """The items to count; None for all."""
         snapshot, mask = now.snapshot, None
         if options.filter is not None or prefix:
@@ -171,18 +171,17 @@ class Searcher(VectorStore):
         if query is not None and options.min_score is not None and options.min_score > -1:
             each = [query[n : n + 1] for n in range(len(query))]
             found = [_range_search(snapshot, one, options.min_score, options, mask) for one in each]
-            mask = attributes.mask_of_rows(np.concatenate(found))
+            mask = snapshot.bits_of(np.concatenate(found))
         if options.exclude:
             known = now.view.get(list(options.exclude))
-            rows = snapshot.rows_of(np.array([*known], np.int64))
-            excluded = attributes.mask_of_rows(rows)
-            mask = _in_both(mask, FilterMask(~excluded.segment, ~excluded.delta))
+            excluded = snapshot.bits_of(snapshot.rows_of(np.array([*known], np.int64)))
+            mask = (snapshot.live if mask is None else mask) & ~excluded
         return mask
 
     def _attributes_of(self, now: Reading) -> StateAttributes:
         return self._attributes.at(now.snapshot, self._snapshots.columns_of(now))
 
-    def _mask(self, now: Reading, options: SearchOptions) -> FilterMask | None:
+    def _mask(self, now: Reading, options: SearchOptions) -> Bits | None:
         """The items that match the filter of a search; None for all. Raises: FilterError."""
         if options.filter is None:
             return None
@@ -194,7 +193,7 @@ class Searcher(VectorStore):
         where: Where | None,
         prefix: str = "",
         checkpoint: Callable[[], None] = no_checkpoint,
-    ) -> FilterMask:
+    ) -> Bits:
         """The items that match `where` and whose keys start with `prefix`. Raises: FilterError."""
         attributes, where, mask = self._attributes_of(now), as_filter(where), None
         if where is not None:
@@ -202,7 +201,7 @@ class Searcher(VectorStore):
             mask = attributes.mask(where, checkpoint)
         if mask is None or prefix:
             rows = now.snapshot.rows_of(now.view.with_prefix(prefix))
-            mask = _in_both(mask, attributes.mask_of_rows(rows))
+            mask = _in_both(mask, now.snapshot.bits_of(rows))
         return mask
 
     def _reorder(self, now: Reading, k: int, options: SearchOptions) -> Reorder | None:
@@ -214,7 +213,9 @@ class Searcher(VectorStore):
         def span(name: str) -> tuple[float, float]:
             if now.snapshot.size:
                 check_boosted(name, now.view.schema())
-            return self._attributes_of(now).span(name) or (0.0, 0.0)
+            attributes = self._attributes_of(now)
+            key = "span", name
+            return attributes.remembered(key, lambda: attributes.spread(name).ends()) or (0.0, 0.0)
 
         return reorder_of(options, k, vectors_of, span)
 
@@ -247,7 +248,7 @@ def _plain_hits(
     queries: Embeddings,
     k: int,
     options: SearchOptions,
-    mask: FilterMask | None,
+    mask: Bits | None,
 ) -> list[list[Hit]] | None:
     """The fast path without reordering and deduplication: half the time of `best_hits`.
 
@@ -257,38 +258,16 @@ def _plain_hits(
     options.checkpoint()
     depth = options.offset + k
     least = -math.inf if options.min_score is None else options.min_score
-    scores, ids, certain = _nearest(snapshot, queries, depth + 1, options, mask)
+    found = _nearest(snapshot, queries, depth, options, mask)
     shown: list[list[tuple[ItemId, float]]] = []
-    for row, (best, own) in enumerate(zip(ids.tolist(), scores.tolist(), strict=True)):
-        if len(own) > depth > certain[row]:
-            best, own = _with_whole_tie(snapshot, queries[row : row + 1], depth, options, mask)
-        ranked = zip(best[options.offset : depth], own[options.offset : depth], strict=True)
+    for own, best in zip(*(array.tolist() for array in found), strict=True):
+        ranked = zip(best[options.offset :], own[options.offset :], strict=True)
         shown.append([(i, score) for i, score in ranked if i >= 0 and score >= least])
     wanted = {i for row in shown for i, _ in row}
     known = read(list(wanted)) if wanted else {}
     if known is None or len(known) < len(wanted):
         return None
     return [[Hit(i, known[i][0], score, known[i][1]) for i, score in row] for row in shown]
-
-
-def _with_whole_tie(
-    snapshot: Snapshot,
-    query: Embeddings,
-    depth: int,
-    options: SearchOptions,
-    mask: FilterMask | None,
-) -> tuple[list[ItemId], list[float]]:
-    """The best `depth` items with their scores, where the last ones have equal scores.
-
-    Fetches more until every item with that score was seen, since ties are ordered by id.
-    """
-    wanted = depth + 1
-    while True:
-        options.checkpoint()
-        wanted *= _TIE_OVERFETCH
-        [scores], [ids], [certain] = _nearest(snapshot, query, wanted, options, mask)
-        if wanted >= snapshot.state.size or certain >= depth:
-            return ids[: depth + 1].tolist(), scores[: depth + 1].tolist()
 
 
 def ids_of_keys(view: CatalogView, keys: Sequence[str]) -> list[ItemId]:
@@ -305,10 +284,9 @@ def _nearest(
     queries: Embeddings,
     k: int,
     options: SearchOptions,
-    mask: FilterMask | None,
+    mask: Bits | None,
     copies: int | None = None,
-) -> Nearest:
-    k = min(k, snapshot.state.size)
+) -> tuple[Scores, Ids]:
     return snapshot.nearest(
         queries, k, mask, exact=options.exact, effort=options.effort, copies=copies
     )
@@ -319,7 +297,7 @@ def _range_search(
     query: Embeddings,
     least: float,
     options: SearchOptions,
-    mask: FilterMask | None,
+    mask: Bits | None,
 ) -> Ids:
     """The rows of the items whose score is at least `least`.
 
@@ -327,8 +305,8 @@ def _range_search(
     anyway, the query is compared with every item.
     """
     options.checkpoint()
-    if not options.exact and snapshot.segment is not None and snapshot.segment.index.kind != "flat":
-        [scores], [ids], _ = _nearest(snapshot, query, _INDEXED_RANGE, options, mask)
+    if not options.exact and snapshot.indexed is not None and snapshot.indexed.index.kind != "flat":
+        [scores], [ids] = _nearest(snapshot, query, _INDEXED_RANGE, options, mask)
         is_hit = (ids >= 0) & (scores >= np.float64(least))
         if not is_hit.all() or len(ids) < _INDEXED_RANGE:
             return snapshot.rows_of(ids[is_hit])
@@ -336,18 +314,16 @@ def _range_search(
     return snapshot.range_search(query, least, mask)
 
 
-def _in_both(one: FilterMask | None, other: FilterMask) -> FilterMask:
-    """The items that pass both masks; None passes all."""
-    if one is None:
-        return other
-    return FilterMask(one.segment & other.segment, one.delta & other.delta)
+def _in_both(one: Bits | None, other: Bits) -> Bits:
+    """The items of both masks; None has all."""
+    return other if one is None else one & other
 
 
 def _fetch(
     now: Reading,
     queries: Embeddings,
     options: SearchOptions,
-    mask: FilterMask | None,
+    mask: Bits | None,
     *,
     once: bool = False,
 ) -> Fetch:
@@ -357,30 +333,25 @@ def _fetch(
     def fetch(rows: Sequence[int], n: int) -> list[Pool]:
         options.checkpoint()
         some = queries if len(rows) == len(queries) else queries[list(rows)]
-        found = _nearest(now.snapshot, some, n, options, mask, copies)
-        known = _rows(now, set(found.ids[found.ids >= 0].tolist()), options)
-        return [
-            Pool.of(
-                [
-                    Candidate(i, known[i][0], score, known[i][1], known[i][2].hex())
-                    for i, score in zip(ids, scores, strict=True)
-                    if i >= 0
-                ],
-                n,
-                certain,
-            )
-            for scores, ids, certain in zip(*(array.tolist() for array in found), strict=True)
-        ]
+        scores, ids = _nearest(now.snapshot, some, n, options, mask, copies)
+        known = _rows(now, set(ids[ids >= 0].tolist()), options)
+        pools = []
+        for best, own in zip(ids.tolist(), scores.tolist(), strict=True):
+            candidates = [
+                Candidate(i, known[i][0], score, known[i][1], known[i][2].hex())
+                for i, score in zip(best, own, strict=True)
+                if i >= 0
+            ]
+            is_all = len(candidates) < n
+            pools.append(Pool(candidates, -math.inf if is_all else candidates[-1].score))
+        return pools
 
     return fetch
 
 
 def _vectors(snapshot: Snapshot, ids: Sequence[ItemId]) -> Embeddings:
     """The vectors (N, D) of these items, in their order. Raises: GalleryCorruptError."""
-    found, vectors = snapshot.vectors(np.array(ids, np.int64))
-    order = np.argsort(found)
-    in_order: Embeddings = vectors[order[np.searchsorted(found, ids, sorter=order)]]
-    return in_order
+    return snapshot.vectors(snapshot.rows_of(np.array(ids, np.int64)))
 
 
 def _rows(now: Reading, ids: Collection[ItemId], options: SearchOptions) -> dict[ItemId, Row]:
@@ -425,12 +396,12 @@ class _Groups:
         queries: Embeddings,
         by: str,
         options: SearchOptions,
-        mask: FilterMask | None,
+        mask: Bits | None,
     ) -> None:
         self._now, self._queries, self._by, self._options = now, queries, by, options
         self._attributes, self._mask = attributes, mask
         self.fetch = _fetch(now, queries, options, mask)
-        self._of_values: dict[Scalar, FilterMask] = {}
+        self._of_values: dict[Scalar, Bits] = {}
 
     def outside(self, row: int, values: Sequence[Scalar], n: int) -> Pool:
         if not values:
@@ -441,14 +412,14 @@ class _Groups:
         mask = _in_both(self._mask, self._with(value))
         return self._best(row, n, mask, once=self._options.distinct)
 
-    def _with(self, value: Scalar) -> FilterMask:
+    def _with(self, value: Scalar) -> Bits:
         if value not in self._of_values:
             if len(self._of_values) >= _MASKS:
                 self._of_values.clear()
             self._of_values[value] = self._attributes.having(self._by, [value])
         return self._of_values[value]
 
-    def _best(self, row: int, n: int, mask: FilterMask | None, *, once: bool = False) -> Pool:
+    def _best(self, row: int, n: int, mask: Bits | None, *, once: bool = False) -> Pool:
         query = self._queries[row : row + 1]
         [best] = _fetch(self._now, query, self._options, mask, once=once)([0], n)
         return best

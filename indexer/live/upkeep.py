@@ -72,6 +72,8 @@ class GalleryUpkeep(GalleryReader):
             snapshot = reading.snapshot
             state = snapshot.state
             segment = None if snapshot.segment is None else snapshot.segment.manifest
+            is_earlier = segment is not None and segment.vectors is None
+            delta = reading.view.added_count() if is_earlier else snapshot.later_count
             known = self.manifest.model_dump(
                 include={"name", "bundle_id", "dim", "created_at", "source", "source_root"}
             )
@@ -81,8 +83,8 @@ class GalleryUpkeep(GalleryReader):
                 version=self._version_at(state.seq),
                 generation=self.generation,
                 size=state.size,
-                delta=snapshot.delta.size,
-                tombstones=snapshot.tombstone_count - (0 if segment is None else segment.gone),
+                delta=delta,
+                tombstones=0 if segment is None else segment.items - (state.size - delta),
                 compaction_due=self._due(reading.view, state),
                 segment=segment,
             )

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import shutil
 import sqlite3
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -28,7 +29,7 @@ from kinlens.indexer.checks.verify import check_files
 from kinlens.indexer.filters.tree import Equals
 from kinlens.indexer.gallery import Gallery
 from tests.indexer import crasher
-from tests.indexer.conftest import catalog_of, generation_of, small_files
+from tests.indexer.conftest import catalog_of, faults, generation_of, small_files
 from tests.indexer.crasher import forks
 from tests.indexer.oracle import BUNDLE, DIM, entry, units
 
@@ -119,6 +120,31 @@ def test_one_add_takes_eight_statements_besides_the_transaction(tmp_path, monkey
         assert seen[0] == "BEGIN IMMEDIATE"
         assert 4 <= end - 1 <= 9  # one more to compare with a vector of equal content
         assert gallery.size == 2
+
+
+def test_one_add_passes_no_more_than_fifteen_modules_of_the_indexer(gallery: Gallery) -> None:
+    """Those of the write alone; after the commit, the snapshot for the next search advances."""
+    gallery.add([entry("first", UNIT, {"a": 1})])
+    modules: set[str] = set()
+    is_over = False
+
+    def profile(frame: Any, event: str, _: object) -> None:
+        name = frame.f_globals.get("__name__", "")
+        if event == "call" and not is_over and name.startswith("kinlens.indexer."):
+            modules.add(name)
+
+    def end(point: str) -> None:
+        nonlocal is_over
+        is_over |= point == "write: after commit"
+
+    with faults(end):
+        sys.setprofile(profile)
+        try:
+            gallery.add([entry("second", UNIT, {"a": 2})])
+        finally:
+            sys.setprofile(None)
+    assert is_over
+    assert len(modules) <= 15, " ".join(sorted(modules))
 
 
 def test_a_prefix_is_compared_letter_by_letter_also_at_the_ends_of_unicode(gallery) -> None:

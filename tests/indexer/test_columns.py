@@ -14,7 +14,7 @@ from kinlens.indexer.columns import columns, match
 from kinlens.indexer.filters.text import parse_filter
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.index.plan import IndexSettings
-from kinlens.indexer.live import attributes, snapshot
+from kinlens.indexer.live import attributes, keeper
 from kinlens.indexer.types import Entry, Grouping, SearchOptions, SortBy
 from kinlens.values import values_in
 from tests.indexer.conftest import faults, segment_of
@@ -246,7 +246,7 @@ def test_columns_are_stored_in_the_background_once_although_a_write_comes_betwee
     gallery, monkeypatch
 ) -> None:
     """Also if several processes have the gallery open."""
-    monkeypatch.setattr(snapshot, "_MIN_CHANGES", 100)
+    monkeypatch.setattr(keeper, "_MIN_CHANGES", 100)
     vectors, stored, rounds = units(400), [], Semaphore(0)
     gallery.add([entry(f"a{n}", vectors[n], {"price": n}) for n in range(400)])
     gallery.compact()

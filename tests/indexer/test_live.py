@@ -17,7 +17,8 @@ from kinlens.indexer.checks.verify import check_files
 from kinlens.indexer.filters.tree import Equals, Filter, Range
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.live import compaction
-from kinlens.indexer.live.snapshot import Snapshot, SnapshotKeeper
+from kinlens.indexer.live.keeper import SnapshotKeeper
+from kinlens.indexer.live.snapshot import Snapshot
 from kinlens.indexer.types import Entry, Facet, SearchOptions
 from tests.indexer.conftest import faults, generation_of
 from tests.indexer.oracle import DIM, units

@@ -21,6 +21,7 @@ from kinlens.embedder.errors import (
     GalleryBusyError,
     GalleryWriteError,
     SourceError,
+    disk_errors_as,
 )
 from kinlens.indexer.types import Entry, Progress, VectorStore
 from kinlens.values import AttributeValue
@@ -60,7 +61,10 @@ def export_gallery(
     out = Path(out)
     types: dict[str, set[str]] = {}
     _learn(types, (item.attributes for item in store.items()))
-    with _write_errors_explained(out), staged(out.parent, f".{out.name}.part-") as stage:
+    with (
+        disk_errors_as(GalleryWriteError, out, "No partial file was left.", "The export"),
+        staged(out.parent, f".{out.name}.part-") as stage,
+    ):
         part = stage / out.name
         with _writer(part, _schema(types, store.dim, facts)) as writer:
             count = 0
@@ -175,17 +179,6 @@ def _writer(file: Path, schema: Any) -> Any:
         write_statistics=False,
         write_page_checksum=True,
     )
-
-
-@contextlib.contextmanager
-def _write_errors_explained(out: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise GalleryWriteError(
-            f"Cannot write {out}: {error.strerror or error}. Check the free space and the "
-            "permissions of that folder, or choose another one. No partial file was left."
-        ) from error
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 Part k of n makes the missing ones of the shards k - 1, k - 1 + n, k - 1 + 2 n and so on. A part may
 be killed at any time and repeated, also while other parts run: it makes only what is missing. A Ray
-cluster runs parts as tasks, and retries those whose machine dies.
+cluster runs parts as tasks, and retries those whose machine dies or whose source does not respond.
 """
 
 import contextlib
@@ -10,7 +10,6 @@ import importlib
 import re
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -55,8 +54,7 @@ SHARD_SIZE = 2048
 _IDENTITY = ("source", "source_root", "bundle_id", "precision", "engine", "dim")
 
 _PARTS_PER_SLOT = 64  # so that fast machines get more of them, and progress is seen
-
-READS, PAUSE_S = 3, 1.0  # attempts to read an image before the source counts as unreachable
+_RETRIES = 3  # of a part whose machine dies, or whose source does not respond
 
 
 class Part(NamedTuple):
@@ -163,7 +161,7 @@ def embed_part(
     if REMOTE not in root and not Path(root).is_dir():
         raise SourceError(f"There is no access to the folder {root}. Mount it on each machine.")
     remote = root if REMOTE in root else ""
-    read = _Reader(root)
+    read = _reader(root)
     for shard in part.missing(shards):
         records = shards.records(shard)
         source = Source(
@@ -209,7 +207,9 @@ def embed_on_ray(
         # Reads of a remote source wait for the network.
         workers = max(1, int(has["CPU"]) // slots) + (REMOTE in shards.manifest.source_root)
         parts = min(_PARTS_PER_SLOT * slots, shards.manifest.shards)
-        task = ray.remote(**{f"num_{kind.lower()}s": 1})(_embed)
+        needs = {f"num_{kind.lower()}s": 1}
+        again = {"max_retries": _RETRIES, "retry_exceptions": [UnreachableError]}
+        task = ray.remote(**needs, **again)(_embed)
         given = (ray.put(files), shards.address, session, EmbedSettings(batch_size, workers))
         waiting = [task.remote(Part(number, parts), *given) for number in range(1, parts + 1)]
         while waiting:
@@ -261,31 +261,27 @@ def remote_source(address: str, csv: Path | None = None) -> Source:
     return Source(Path(address), records, len(paths), "address", read=read, remote=address)
 
 
-class _Reader:
+def _reader(root: str) -> Callable[[Record, int], bytes]:
     """Reads images below a root.
 
     A missing or unusable file raises an error that skips only this image. A failure of the disk or
-    network raises UnreachableError, so the shard stays missing.
+    network, after what the client of the store repeats, raises UnreachableError, so the shard stays
+    missing.
     """
+    read, is_remote = reader_at(root), REMOTE in root
 
-    def __init__(self, root: str) -> None:
-        self._read, self._is_remote = reader_at(root), REMOTE in root
+    def read_record(record: Record, max_bytes: int) -> bytes:
+        try:
+            data: bytes = read(record, max_bytes)
+        except (KinlensError, FileNotFoundError, IsADirectoryError):
+            raise
+        except Exception as error:
+            if isinstance(error, PermissionError) and not is_remote:
+                raise  # on a remote store it is more likely an expired token
+            raise UnreachableError(
+                f"{record.path} cannot be read: {error}. Stored shards are kept. Check the disk or "
+                "network, then run the same command again."
+            ) from error
+        return data
 
-    def __call__(self, record: Record, max_bytes: int) -> bytes:
-        attempts = 0
-        while True:
-            try:
-                data: bytes = self._read(record, max_bytes)
-                return data
-            except (KinlensError, FileNotFoundError, IsADirectoryError):
-                raise
-            except Exception as error:
-                if isinstance(error, PermissionError) and not self._is_remote:
-                    raise  # on a remote store it is more likely an expired token
-                attempts += 1
-                if attempts == READS:
-                    raise UnreachableError(
-                        f"{record.path} cannot be read: {error}. Stored shards are kept. Check "
-                        "the disk or network, then run the same command again."
-                    ) from error
-                time.sleep(PAUSE_S)
+    return read_record

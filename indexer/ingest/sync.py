@@ -29,6 +29,7 @@ from kinlens.embedder.errors import (
     ImageError,
     InvalidParameterError,
     SourceError,
+    disk_errors_as,
 )
 from kinlens.embedder.preprocess import read_header
 from kinlens.embedder.session import Embedder
@@ -268,13 +269,9 @@ class FileHashes:
     @contextlib.contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:
         """A transaction whose errors name the file."""
-        try:
-            with self._connection:
-                yield self._connection
-        except sqlite3.Error as error:
-            raise GalleryWriteError(
-                f"Cannot write {self._file}: {error}. Check the free space and the permissions."
-            ) from error
+        file, outcome = self._file or Path(), "Finished work is kept."
+        with disk_errors_as(GalleryWriteError, file, outcome), self._connection:
+            yield self._connection
 
 
 _KNOWN = "SELECT * FROM files WHERE path IN (SELECT value FROM json_each(?))"

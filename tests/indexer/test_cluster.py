@@ -187,9 +187,8 @@ def manifest_of(count: int, shard_size: int, **others: Any) -> ShardsManifest:
 
 
 @pytest.fixture
-def embed_all(tiny_bundle, monkeypatch) -> Callable[[Source, str], list[int]]:
+def embed_all(tiny_bundle) -> Callable[[Source, str], list[int]]:
     """A function that embeds a whole source into shards at an address."""
-    monkeypatch.setattr(parts, "PAUSE_S", 0.0)
 
     def make(source: Source, out: str) -> list[int]:
         given = SourceAt(source.description, source.address, lambda: source)

@@ -64,6 +64,9 @@ class Loss(Section):
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         if cls is not Loss:
             return handler(source)
+        # A job names the loss, and its name decides on the options: one table for each loss, of
+        # which pydantic takes the one whose `name` it finds. A path that is no known name is a
+        # loss of the user. What is written back are the options of the table that was taken.
         choices = {name: handler.generate_schema(kind) for name, kind in _settings().items()}
         return core_schema.no_info_wrap_validator_function(
             _own_loss_or,

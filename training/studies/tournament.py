@@ -103,8 +103,8 @@ class _Grid(BaseModel):
 
 
 @dataclass(frozen=True)
-class Run:
-    """One run; `dim` None means the pooled features, `grid` is its name among several grids.
+class GridRun:
+    """A run of a grid; `dim` None means the pooled features, `grid` is its name among several.
 
     `result` is set if the run finished, `reason` if the last attempt failed.
     """
@@ -132,7 +132,7 @@ class Run:
         return Path("runs", self.experiment, self.loss, self.regularizer, f"seed-{self.seed}")
 
 
-def load_grid(path: Path, overrides: Sequence[str] = ()) -> list[Run]:
+def load_grid(path: Path, overrides: Sequence[str] = ()) -> list[GridRun]:
     """The runs of a grid, entries over the base job, or of all its grids. Raises: JobError."""
     grid = _read(path)
     if grid.job is not None:
@@ -151,7 +151,7 @@ def load_grid(path: Path, overrides: Sequence[str] = ()) -> list[Run]:
 
 def _runs(
     grid: _Grid, source: str | dict[str, Any], path: Path, overrides: Sequence[str]
-) -> list[Run]:
+) -> list[GridRun]:
     job = _base(source, path, overrides)
     base = job.as_dict()
     tables = {name: table for name, table in base["regularizers"].items() if table}
@@ -169,13 +169,13 @@ def _runs(
     for combination in itertools.product(*lists.values()):
         values = dict(zip(lists, combination, strict=True))
         names = {axis: _name(value) for axis, value in values.items()}
-        found.append(Run(**names, job=_job(base, values)))
+        found.append(GridRun(**names, job=_job(base, values)))
     _require_effect(found, source, path, overrides)
     return found
 
 
 def _require_effect(
-    runs: Sequence[Run], source: str | dict[str, Any], path: Path, overrides: Sequence[str]
+    runs: Sequence[GridRun], source: str | dict[str, Any], path: Path, overrides: Sequence[str]
 ) -> None:
     """Refuse what a user set in vain for all runs, or for all of an entry. Raises: JobError."""
     top = read_top(path)
@@ -239,11 +239,11 @@ def _size(dim: int | None) -> str:
 
 
 def play(
-    runs: Sequence[Run],
+    runs: Sequence[GridRun],
     folder: Path,
     report: Callable[[str], object],
     launch: Callable[[Job, Path], str | None] | None = None,
-) -> list[Run]:
+) -> list[GridRun]:
     """Train every run without a result in `folder`; failed runs are tried again.
 
     Before the first run and after each one, `runs.csv` and `report.md` are written. `report` gets
@@ -284,7 +284,7 @@ def play(
     return found
 
 
-def read_runs(runs: Sequence[Run], folder: Path) -> list[Run]:
+def read_runs(runs: Sequence[GridRun], folder: Path) -> list[GridRun]:
     """The runs with their results. Raises: JobError for other jobs or images; CheckpointError."""
     found = []
     for run in runs:
@@ -292,7 +292,7 @@ def read_runs(runs: Sequence[Run], folder: Path) -> list[Run]:
         if result is None and (path := folder / run.folder / _FAILURE).exists():
             failure = path.read_text(encoding="utf-8")
         found.append(replace(run, result=result, reason=failure))
-    first: dict[str, Run] = {}
+    first: dict[str, GridRun] = {}
     for run in found:
         if run.result is None:
             continue
@@ -339,7 +339,7 @@ def command(job: Job, folder: Path) -> list[str]:
     return words + ([CHOOSE_BY_TEST] if job.protocol.choose_by == "test" else [])
 
 
-def figures_of(runs: Sequence[Run]) -> pd.DataFrame:
+def figures_of(runs: Sequence[GridRun]) -> pd.DataFrame:
     rows = []
     for run in runs:
         row: dict[str, Any] = {axis: getattr(run, axis) for axis in _AXES}
@@ -375,7 +375,7 @@ def rank(scores: pd.DataFrame) -> pd.DataFrame:
     return ranks.assign(**averaged).sort_values("average rank", kind="stable")
 
 
-def write_report(folder: Path, runs: Sequence[Run]) -> None:
+def write_report(folder: Path, runs: Sequence[GridRun]) -> None:
     figures = figures_of(runs)
     finished = [(run, run.result) for run in runs if run.result is not None]
     failed = [(run.job.name, plain(run.reason)) for run in runs if run.reason]

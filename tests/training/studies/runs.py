@@ -8,7 +8,7 @@ from typing import Any
 from kinlens.training.config.job import Job, parse_job
 from kinlens.training.data.records import LabelledImages, Split, labelled
 from kinlens.training.folder import RESULT, Result, replace_json
-from kinlens.training.studies.tournament import Run, play
+from kinlens.training.studies.tournament import GridRun, play
 from kinlens.training.trainer import Listener
 
 Score = Callable[[Job, Split], dict[str, float]]
@@ -77,14 +77,14 @@ def tournament_run(
     seed: int = 0,
     regularizer: str = "none",
     **changes: object,
-) -> Run:
+) -> GridRun:
     """A run whose job has only names."""
     name = f"{loss}-{regularizer}-{backbone}-{dim}-s{seed}"
     job = some_job(name=name, seed=seed, **{"recall_at": [1, 2, 4, 8], **changes})
-    return Run(loss, regularizer, backbone, dim, seed, job)
+    return GridRun(loss, regularizer, backbone, dim, seed, job)
 
 
-def finished(run: Run, recall: float) -> Run:
+def finished(run: GridRun, recall: float) -> GridRun:
     """As if it had been trained: R@1 = recall, and some other figures."""
     job = run.job
     figures = {f"R@{k}": recall + n for n, k in enumerate(job.recall_at)} | {"MAP@R": recall / 2}
@@ -92,8 +92,8 @@ def finished(run: Run, recall: float) -> Run:
 
 
 def played(
-    runs: list[Run], folder: Path, recall: Callable[[Job], float | str | None]
-) -> tuple[list[Run], list[str], list[str]]:
+    runs: list[GridRun], folder: Path, recall: Callable[[Job], float | str | None]
+) -> tuple[list[GridRun], list[str], list[str]]:
     """Play with a launcher that writes the result which `recall` gives; a text is a failure.
 
     Returns the runs, the messages, and the names of the jobs that were launched.

@@ -17,7 +17,7 @@ from kinlens.training.config.job import Job, load_job
 from kinlens.training.folder import RESULT
 from kinlens.training.studies import tournament
 from kinlens.training.studies.tournament import (
-    Run,
+    GridRun,
     command,
     load_grid,
     read_runs,
@@ -233,7 +233,7 @@ def test_interrupting_a_tournament_stops_its_run(
         os.kill(int((tmp_path / "output.log").read_text()), 0)
 
 
-def report(folder: Path, runs: list[Run]) -> str:
+def report(folder: Path, runs: list[GridRun]) -> str:
     write_report(folder, runs)
     return (folder / "report.md").read_text()
 

@@ -11,6 +11,7 @@ JobKind = Literal["compact", "swap", "sync", "rebuild", "train"]
 JobState = Literal["queued", "running", "succeeded", "failed", "cancelled"]
 Scope = Literal["search", "write", "admin"]
 Action = Literal["clicked", "bought", "wrong"]
+ItemStatus = Literal["added", "replaced", "updated", "unchanged", "failed"]
 FeedbackMode = Literal["off", "pairs", "pictures"]
 
 Probability = Annotated[
@@ -446,7 +447,7 @@ class PutResult(BaseModel):
 
     key: str
     status: Annotated[
-        Literal["added", "replaced", "updated", "unchanged", "failed"],
+        ItemStatus,
         Field(
             description="replaced: the image is another one. updated: only attributes changed. "
             "failed: the item has a problem."

@@ -2,9 +2,8 @@
 
 import hashlib
 from collections import Counter
-from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any, Self, get_args
+from typing import Annotated, Any, Self, TypeVar, get_args
 
 from fastapi import APIRouter, Query, Request
 from pydantic import (
@@ -27,10 +26,10 @@ from kinlens.indexer.types import Item, SearchOptions, sort_by_of
 from kinlens.models import (
     ItemModel,
     ItemPage,
+    ItemStatus,
     PatchAnswer,
     Problem,
     PutAnswer,
-    PutResult,
     RemoveAnswer,
     RestoreAnswer,
 )
@@ -50,7 +49,7 @@ from kinlens.service.api.galleries import (
     unknown_key,
 )
 from kinlens.service.api.requests import Strict, where_of
-from kinlens.service.galleries.items import Changed, ItemOutcome, NewItem, Status
+from kinlens.service.galleries.items import NewItem
 from kinlens.service.galleries.locations import Gallery
 from kinlens.service.http import bodies
 from kinlens.service.http.bodies import FORM, JSON, checked, read_model
@@ -60,6 +59,9 @@ from kinlens.service.problems import described, request_id_of
 from kinlens.service.runtime import Runtime
 from kinlens.values import AttributeValue
 
+Answer = TypeVar("Answer", PatchAnswer, RemoveAnswer)
+Attributes = dict[str, AttributeValue]
+
 MAX_KEYS = 10_000
 """Maximum number of items that one request may patch or remove by key."""
 
@@ -67,7 +69,7 @@ _MAX_LISTED = 200
 _MAX_OFFSET = 10**9
 _MAX_PREFIX = 1024
 _SHOWN = 80
-_CHANGED: tuple[Status, ...] = ("added", "replaced", "updated")
+_CHANGED: tuple[ItemStatus, ...] = ("added", "replaced", "updated")
 
 
 def _plain(value: Any) -> Any:
@@ -93,7 +95,7 @@ _Attributes = Annotated[
 Changes = Annotated[
     dict[str, Annotated[AttributeValue | None, BeforeValidator(_plain)]], Field(fail_fast=True)
 ]
-_ATTRIBUTES: TypeAdapter[dict[str, AttributeValue]] = TypeAdapter(_Attributes)
+_ATTRIBUTES: TypeAdapter[Attributes] = TypeAdapter(_Attributes)
 
 
 _OF_PRODUCT = (
@@ -304,7 +306,7 @@ async def item_by_key(runtime: Service, name: str, key: Key) -> ItemModel:
 async def patch_by_key(runtime: Service, request: Request, name: str, key: Key) -> PatchAnswer:
     """Change attributes of one item: {"price": 49.9, "sale": null}."""
     sent = await read_model(request, KeyChanges)
-    return _patched(request, await runtime.items.patch(name, {key: sent.root}))
+    return _noted(request, await runtime.items.patch(name, {key: sent.root}))
 
 
 @router.delete(
@@ -316,10 +318,10 @@ async def patch_by_key(runtime: Service, request: Request, name: str, key: Key) 
 @rule("write", "items", "keys")
 async def remove_by_key(runtime: Service, request: Request, name: str, key: Key) -> RemoveAnswer:
     """Remove one item."""
-    removed = await runtime.items.remove(name, [key])
-    if not removed.count:
+    answer = await runtime.items.remove(name, [key])
+    if not answer.removed:
         raise unknown_key(name, key)
-    return _removed(request, removed)
+    return _noted(request, answer)
 
 
 @router.put(
@@ -339,15 +341,20 @@ async def put(runtime: Service, name: str, request: Request) -> PutAnswer:
     new = await _new_items(request, runtime)
     if len(new) > 1:
         await account_of(request.scope).owe(len(new))
-    done = await runtime.items.put(name, new)
-    if len(done.outcomes) == 1 and done.outcomes[0].error is not None:
-        raise done.outcomes[0].error
-    counts = Counter(outcome.status for outcome in done.outcomes)
+    put, version = await runtime.items.put(name, new)
+    request_id, instance = request_id_of(request.scope), request.url.path
+    for result, error in put:
+        if error is not None:
+            if len(put) == 1:
+                raise error
+            document = described(error, request_id=request_id, instance=instance)
+            result.problem = Problem(**document)
+    counts = Counter(result.status for result, _ in put)
     note(request.scope["state"], affected=sum(counts[status] for status in _CHANGED))
     return PutAnswer(
-        **{status: counts[status] for status in get_args(Status)},
-        items=[_result(outcome, request) for outcome in done.outcomes],
-        version=done.version,
+        **{status: counts[status] for status in get_args(ItemStatus)},
+        items=[result for result, _ in put],
+        version=version,
     )
 
 
@@ -363,13 +370,13 @@ async def patch(runtime: Service, name: str, request: Request) -> PatchAnswer:
     """
     sent = await read_model(request, PatchItems)
     if sent.changes is not None:
-        changed = await runtime.items.patch(name, sent.changes)
+        answer = await runtime.items.patch(name, sent.changes)
     elif sent.products is not None:
-        changed = await runtime.items.patch_products(name, sent.products)
+        answer = await runtime.items.patch_products(name, sent.products)
     else:
         where = await _where(runtime, sent.filter, "change single items, send changes")
-        changed = await runtime.items.patch_where(name, where, sent.set or {})
-    return _patched(request, changed)
+        answer = await runtime.items.patch_where(name, where, sent.set or {})
+    return _noted(request, answer)
 
 
 @router.delete("", responses=problems(*CHANGE_FAILURES), summary="Remove items by key")
@@ -381,7 +388,7 @@ async def remove(
     key: Annotated[list[str], Query(min_length=1, max_length=MAX_KEYS)],
 ) -> RemoveAnswer:
     """Remove items; unknown keys are not counted."""
-    return _removed(request, await runtime.items.remove(name, key))
+    return _noted(request, await runtime.items.remove(name, key))
 
 
 @router.post(
@@ -401,11 +408,11 @@ async def remove_many(runtime: Service, name: str, request: Request) -> RemoveAn
     if sent.keep and sent.keys is None:
         raise InvalidParameterError("keep requires keys. Send keys, or omit keep.")
     if sent.keys is not None:
-        removed = await runtime.items.remove(name, sent.keys, sent.keep)
+        answer = await runtime.items.remove(name, sent.keys, sent.keep)
     else:
         where = await _where(runtime, sent.filter, "remove all items, send keys")
-        removed = await runtime.items.remove_where(name, where)
-    return _removed(request, removed)
+        answer = await runtime.items.remove_where(name, where)
+    return _noted(request, answer)
 
 
 @router.post(
@@ -420,11 +427,11 @@ async def restore(runtime: Service, name: str, request: Request) -> RestoreAnswe
     Skipped: keys that a new item has, and items that `POST .../compact` has erased.
     """
     sent = await read_model(request, RestoreItems)
-    done = await runtime.items.restore(name, sent.keys)
+    restored, version = await runtime.items.restore(name, sent.keys)
     async with runtime.registry.find(name) as served:
-        items = [item_model(name, served.gallery, item) for item in done.items]
+        items = [item_model(name, served.gallery, item) for item in restored]
     note(request.scope["state"], affected=len(items))
-    return RestoreAnswer(restored=len(items), items=items, version=done.version)
+    return RestoreAnswer(restored=len(items), items=items, version=version)
 
 
 @router.delete(
@@ -437,7 +444,7 @@ async def remove_item(
     runtime: Service, request: Request, name: str, item_id: ItemId, generation: Generation
 ) -> RemoveAnswer:
     """Remove one item by its id; send `generation`, since ids change with the generation."""
-    return _removed(request, await runtime.items.remove_item(name, item_id, generation))
+    return _noted(request, await runtime.items.remove_item(name, item_id, generation))
 
 
 async def _where(runtime: Runtime, sent: str | dict[str, Any] | None, cure: str) -> Filter:
@@ -448,14 +455,11 @@ async def _where(runtime: Runtime, sent: str | dict[str, Any] | None, cure: str)
     return where
 
 
-def _patched(request: Request, changed: Changed) -> PatchAnswer:
-    note(request.scope["state"], affected=changed.count)
-    return PatchAnswer(changed=changed.count, version=changed.version)
-
-
-def _removed(request: Request, removed: Changed) -> RemoveAnswer:
-    note(request.scope["state"], affected=removed.count)
-    return RemoveAnswer(removed=removed.count, version=removed.version)
+def _noted(request: Request, answer: Answer) -> Answer:
+    """The answer, whose count is noted for the audit log."""
+    [count] = answer.model_dump(exclude={"version"}).values()
+    note(request.scope["state"], affected=count)
+    return answer
 
 
 def item_model(name: str, gallery: Gallery, item: Item) -> ItemModel:
@@ -469,30 +473,15 @@ def item_model(name: str, gallery: Gallery, item: Item) -> ItemModel:
     )
 
 
-def _result(outcome: ItemOutcome, request: Request) -> PutResult:
-    problem, error = None, outcome.error
-    if error is not None:
-        request_id, instance = request_id_of(request.scope), request.url.path
-        problem = Problem(**described(error, request_id=request_id, instance=instance))
-    return PutResult(
-        key=outcome.key,
-        status=outcome.status,
-        id=outcome.id,
-        attributes=outcome.attributes,
-        problem=problem,
-    )
-
-
 async def _new_items(request: Request, runtime: Runtime) -> list[NewItem]:
     """The items in a request.
 
     Raises: HTTPException (400, 415), InvalidParameterError, RequestValidationError.
     """
-    limit = runtime.settings.max_items_per_request
     body, kind = await bodies.read_body(request, FORM, JSON)
-    if kind == JSON:
-        return await bodies.off_loop(request, lambda: _from_json(body, limit))
-    return await bodies.off_loop(request, lambda: _from_form(request, body, limit))
+    read = _from_json if kind == JSON else _from_form
+    limit = runtime.settings.max_items_per_request
+    return await bodies.off_loop(request, lambda: read(request, body, limit))
 
 
 def _from_form(request: Request, body: bytes, limit: int) -> list[NewItem]:
@@ -521,7 +510,7 @@ def _from_form(request: Request, body: bytes, limit: int) -> list[NewItem]:
     keys = keys or [_key_in(product, image) for image in images]
     attributes = attributes or ["null"] * len(images)
     return [
-        _of_product(product, _with_attributes(key, image, text))
+        _new_item(product, key, image, *_attributes_in(text, key))
         for image, key, text in zip(images, keys, attributes, strict=True)
     ]
 
@@ -531,57 +520,58 @@ def _key_in(product: str | None, data: bytes) -> str:
     return f"{product}/{hashlib.sha256(data).hexdigest()[:16]}"
 
 
-def _of_product(product: str | None, item: NewItem) -> NewItem:
-    if product is None:
-        return item
-    own = item.attributes.get("product", product)
-    if own != product:
-        fault = InvalidParameterError(
-            f"Item {item.key!r:.200} has the attribute product = {own!r:.80}, but the request "
-            f"has product = {product!r:.80}. Send one of them."
+def _new_item(
+    product: str | None,
+    key: str,
+    data: bytes,
+    sent: Attributes | None,
+    fault: InvalidParameterError | None,
+) -> NewItem:
+    """An item of the product, if any; `sent` is None to keep the stored attributes."""
+    attributes = dict(sent or {})
+    if product is not None and attributes.setdefault("product", product) != product:
+        fault = fault or InvalidParameterError(
+            f"Item {key!r:.200} has the attribute product = {attributes['product']!r:.80}, but the "
+            f"request has product = {product!r:.80}. Send one of them."
         )
-        return replace(item, error=item.error or fault)
-    return replace(item, attributes={**item.attributes, "product": product})
+    return NewItem(key, data, attributes, fault, keeps=sent is None)
 
 
-def _with_attributes(key: str, data: bytes, text: str) -> NewItem:
+def _attributes_in(text: str, key: str) -> tuple[Attributes | None, InvalidParameterError | None]:
+    """The attributes in a field of a form, and what is wrong with them."""
     try:
         given = bodies.parse_json(text.encode() or b"null")
-        if given is None:
-            return NewItem(key, data, keeps=True)
-        return NewItem(key, data, _ATTRIBUTES.validate_python(given))
+        return None if given is None else _ATTRIBUTES.validate_python(given), None
     except ValidationError as error:
         found = error.errors(include_url=False)[0]
         reason = fault_text(found, path_of(found["loc"]) or "the value").split(";")[0]
     except (ValueError, InvalidParameterError) as error:
         reason = str(error)
-    fault = InvalidParameterError(
+    return None, InvalidParameterError(
         f"attributes of item {key!r:.200}: {reason.rstrip('.')}; send a JSON object of texts, "
         "numbers and true/false."
     )
-    return NewItem(key, data, error=fault)
 
 
-def _from_json(body: bytes, limit: int) -> list[NewItem]:
+def _from_json(_: Request, body: bytes, limit: int) -> list[NewItem]:
     payload = bodies.parse_object(body)
     if isinstance(payload.get("items"), list):
         _check_count(len(payload["items"]), limit)
     sent = checked(PutItems, payload)
-    return [_of_product(sent.product, _decoded(item, sent.product)) for item in sent.items]
+    return [_decoded(item, sent.product) for item in sent.items]
 
 
 def _decoded(item: NewItemModel, product: str | None) -> NewItem:
-    attributes, keeps = item.attributes or {}, item.attributes is None
+    key, data, fault = item.key, b"", None
     try:
         data = requests.base64_content(item.data)
     except PydanticCustomError as error:
         fault = InvalidParameterError(error.message())
-        return NewItem(item.key or "", b"", attributes, fault)
-    if item.key is None and product is None:
+    if key is None and product is None and fault is None:
         fault = InvalidParameterError("The item has no key; send a key, or a product for all.")
-        return NewItem("", data, attributes, fault)
-    key = _key_in(product, data) if item.key is None else item.key
-    return NewItem(key, data, attributes, keeps=keeps)
+    if key is None:
+        key = "" if fault else _key_in(product, data)
+    return _new_item(product, key, data, item.attributes, fault)
 
 
 def _check_count(count: int, limit: int) -> None:

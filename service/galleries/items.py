@@ -10,7 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,16 +32,16 @@ from kinlens.indexer.galleries import check_item as check_stored
 from kinlens.indexer.gallery import Gallery as IndexedGallery
 from kinlens.indexer.ingest.products import changes_by_key
 from kinlens.indexer.types import Entry, Item
+from kinlens.models import ItemStatus, PatchAnswer, PutResult, RemoveAnswer
 from kinlens.service.concurrency import BoundedPool
 from kinlens.service.encoding.model import Model
-from kinlens.service.galleries.locations import Gallery
+from kinlens.service.galleries.locations import Gallery, Opened
 from kinlens.service.galleries.registry import Registry, Served, change
 from kinlens.service.galleries.uploads import SharedUploads, UploadFolder
 from kinlens.service.galleries.view import GalleryView
-from kinlens.values import AttributeType, AttributeValue
+from kinlens.values import AttributeValue
 
 T = TypeVar("T")
-Status = Literal["added", "replaced", "updated", "unchanged", "failed"]
 Change = Mapping[str, AttributeValue | None]
 Changes = Mapping[str, Change]
 
@@ -71,107 +71,77 @@ class NewItem:
         object.__setattr__(self, "key", composed(self.key))
 
 
-@dataclass(frozen=True, slots=True)
-class ItemOutcome:
-    """The result of storing one item. `error` is the reason of a failure; `attributes` shows
-    whether earlier attributes were kept or replaced.
-    """
-
-    key: str
-    status: Status
-    id: int | None = None
-    error: KinlensError | None = None
-    attributes: Literal["kept", "replaced"] | None = None
+Put = Sequence[tuple[PutResult, KinlensError | None]]
+"""The result of each item, in the order sent, and why it failed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Put:
-    """The outcome of each item, in the order sent, and the gallery version afterwards."""
-
-    outcomes: Sequence[ItemOutcome]
-    version: str
-
-
-@dataclass(frozen=True, slots=True)
-class Changed:
-    """The number of changed or removed items, and the gallery version afterwards."""
-
-    count: int
-    version: str
-
-
-@dataclass(frozen=True, slots=True)
-class Restored:
-    """The restored items, and the gallery version afterwards."""
-
-    items: Sequence[Item]
-    version: str
-
-
+@dataclass(slots=True)
 class Items:
-    """Changes the galleries of `registry`; a change is durable and searchable when it returns.
+    """Changes the galleries of `registry`; a change is durable and searchable when it returns. Each
+    change returns the version of the gallery after it.
+
+    `limit_s` is the time limit of a change, for each 16 images of a put and each 10,000 items of a
+    change by filter. Without `puts`, galleries in folders refuse new items.
 
     Every method raises: GalleryNotFoundError, GalleryBusyError, GalleryWriteError, OverloadedError,
     DeadlineExceededError.
     """
 
-    def __init__(
-        self, registry: Registry, pool: BoundedPool, limit_s: float, *, puts: bool
-    ) -> None:
-        """`limit_s` is the time limit of a change, for each 16 images of a put and each 10,000
-        items of a change by filter. Without `puts`, galleries in folders refuse new items.
-        """
-        self._registry = registry
-        self._puts = puts
-        self._pool = pool
-        self._limit_s = limit_s
-        self._embedding = asyncio.Semaphore(_EMBEDDED_AT_ONCE)
+    registry: Registry
+    pool: BoundedPool
+    limit_s: float
+    puts: bool
+    _embedding: asyncio.Semaphore = field(
+        default_factory=lambda: asyncio.Semaphore(_EMBEDDED_AT_ONCE), init=False
+    )
 
-    async def put(self, gallery: str, items: Sequence[NewItem]) -> Put:
+    async def put(self, gallery: str, items: Sequence[NewItem]) -> tuple[Put, str]:
         """Store items; each can fail without the others.
 
         Raises: StateMissingError if this service cannot store images; DeltaFullError.
         """
 
-        limit_s = -(-len(items) // _IMAGES_PER_LIMIT) * self._limit_s
+        limit_s = -(-len(items) // _IMAGES_PER_LIMIT) * self.limit_s
 
-        async def put(served: Served) -> Put:
+        async def put(served: Served) -> tuple[Put, str]:
             uploads = self._upload_store(served)
-            run = partial(change, self._pool, served, limit_s=limit_s, bulk=True)
-            drafts = await run(lambda: _drafts(served.gallery, items))
+            run = partial(change, self.pool, served, limit_s=limit_s, bulk=True)
+            drafts = await run(lambda: _drafts(served.whole, items))
             deadline = time.monotonic() + limit_s
             unknown = [draft for draft in drafts if draft.error is None and draft.vector is None]
             await asyncio.gather(*(self._embed(served.model, draft, deadline) for draft in unknown))
             return await run(lambda: _store(served, uploads, drafts))
 
-        with self._pool.permit():
+        with self.pool.permit():
             return await self._changing(gallery, put)
 
-    async def patch(self, gallery: str, changes: Changes) -> Changed:
+    async def patch(self, gallery: str, changes: Changes) -> PatchAnswer:
         """Change attributes of items by key, in one transaction; None removes an attribute.
 
         Raises: ItemNotFoundError, InvalidParameterError naming the attribute.
         """
         return await self._calling(gallery, lambda served: _patch(served.gallery, changes))
 
-    async def patch_products(self, gallery: str, changes: Changes) -> Changed:
+    async def patch_products(self, gallery: str, changes: Changes) -> PatchAnswer:
         """Change attributes of all items of each product, in one transaction.
 
         Raises: ItemNotFoundError for a product without items; the errors of `patch`.
         """
 
-        def patch(served: Served) -> Changed:
+        def patch(served: Served) -> PatchAnswer:
             return _patch(served.gallery, changes_by_key(served.gallery, changes))
 
         return await self._calling(gallery, patch)
 
-    async def patch_where(self, gallery: str, where: Filter, attributes: Change) -> Changed:
+    async def patch_where(self, gallery: str, where: Filter, attributes: Change) -> PatchAnswer:
         """Apply one change to every matching item. Raises: FilterError, InvalidParameterError."""
         return await self._calling(
             gallery, lambda own: _patch_where(own.gallery, where, attributes), may_take_all=True
         )
 
-    async def remove(self, gallery: str, keys: Sequence[str], keep: Sequence[str] = ()) -> Changed:
+    async def remove(
+        self, gallery: str, keys: Sequence[str], keep: Sequence[str] = ()
+    ) -> RemoveAnswer:
         """Remove items by key; with `keep`, only if an item with one of these other keys exists.
         Uploaded images are kept until the removal can no longer be undone.
 
@@ -179,14 +149,18 @@ class Items:
         """
         return await self._calling(gallery, lambda served: _remove(served, keys, keep))
 
-    async def restore(self, gallery: str, keys: Sequence[str]) -> Restored:
+    async def restore(self, gallery: str, keys: Sequence[str]) -> tuple[Sequence[Item], str]:
         """Restore removed items by key, with new ids; keys that cannot be restored are omitted.
 
         Raises: DeltaFullError.
         """
-        return await self._calling(gallery, lambda served: _restore(served.gallery, keys))
 
-    async def remove_where(self, gallery: str, where: Filter) -> Changed:
+        def restore(served: Served) -> tuple[Sequence[Item], str]:
+            return _restorable(served.gallery, "restore").restore(keys), served.gallery.version
+
+        return await self._calling(gallery, restore)
+
+    async def remove_where(self, gallery: str, where: Filter) -> RemoveAnswer:
         """Remove every matching item. Raises: FilterError."""
         return await self._calling(
             gallery, lambda served: _remove_where(served, where), may_take_all=True
@@ -194,13 +168,13 @@ class Items:
 
     async def remove_item(
         self, gallery: str, item_id: ItemId, generation: str | None = None
-    ) -> Changed:
+    ) -> RemoveAnswer:
         """Remove an item by its id in the generation whose name starts with `generation`, by
         default the served one. In another generation the id may name another item.
 
         Raises: ItemNotFoundError, also if the gallery has been replaced.
         """
-        async with self._registry.find(gallery) as served:
+        async with self.registry.find(gallery) as served:
             served.refuse_if_followed()
             served.check_generation(generation)
             return await self._change(served, lambda served: _remove_item(served, item_id))
@@ -218,19 +192,19 @@ class Items:
         return await self._changing(gallery, call)
 
     async def _change(self, served: Served, work: Callable[[Served], T], steps: int = 1) -> T:
-        return await change(self._pool, served, lambda: work(served), steps * self._limit_s)
+        return await change(self.pool, served, lambda: work(served), steps * self.limit_s)
 
     async def _changing(self, gallery: str, work: Callable[[Served], Awaitable[T]]) -> T:
         """Do `work` in the current gallery, and repeat it if that was replaced during the work."""
 
         async def attempt() -> T:
-            async with self._registry.find(gallery) as served:
+            async with self.registry.find(gallery) as served:
                 served.refuse_if_followed()
                 return await work(served)
 
         with contextlib.suppress(GalleryBusyError, BundleMismatchError):
             return await attempt()
-        await self._registry.read_from_disk(name=gallery)
+        await self.registry.read_from_disk(name=gallery)
         return await attempt()
 
     def _upload_store(self, served: Served) -> UploadFolder | SharedUploads:
@@ -240,7 +214,7 @@ class Items:
                 f"The service cannot store images for gallery {served.name}, which is on Milvus. "
                 f"Start the service with --pictures {served.name}=ADDRESS."
             )
-        if uploads is None or not (self._puts or served.is_remote):
+        if uploads is None or not (self.puts or served.is_remote):
             raise StateMissingError(
                 "The service cannot store uploaded images. Start it with --state DIR."
             )
@@ -252,7 +226,7 @@ class Items:
                 draft.vector = await model.encode(draft.item.data, draft.sha256)
         except TimeoutError:
             draft.error = DeadlineExceededError(
-                f"The image was not embedded in time: the limit is {self._limit_s:g} s for each "
+                f"The image was not embedded in time: the limit is {self.limit_s:g} s for each "
                 f"{_IMAGES_PER_LIMIT} images of a request. Try again in a second."
             )
         except KinlensError as error:
@@ -279,57 +253,49 @@ class _Draft:
             item.key, self.vector, self.sha256, item.attributes, path, kind, keeps=item.keeps
         )
 
-    def outcome(
+    def result(
         self, entries: Mapping[str, Entry], old: Mapping[str, Item], new: Mapping[str, Item]
-    ) -> ItemOutcome:
-        """The outcome; `old` and `new` are the items by key before and after the put."""
+    ) -> PutResult:
+        """The result; `old` and `new` are the items by key before and after the put."""
         key = self.item.key
         if self.error is not None:
-            return ItemOutcome(key, "failed", error=self.error)
-        item_id = new[key].id if key in new else None
-        attributes: Literal["kept", "replaced"] = (
-            "kept" if self.item.keeps and key in old else "replaced"
+            return PutResult(key=key, status="failed", id=None, problem=None)
+        return PutResult(
+            key=key,
+            status=_status(old.get(key), new.get(key), entries[key]),
+            id=new[key].id if key in new else None,
+            attributes="kept" if self.item.keeps and key in old else "replaced",
+            problem=None,
         )
-        status = _status(old.get(key), new.get(key), entries[key])
-        return ItemOutcome(key, status, item_id, attributes=attributes)
 
 
-def _drafts(gallery: Gallery, items: Sequence[NewItem]) -> list[_Draft]:
-    """Check each item against the gallery, and reuse the vector of a content that it contains."""
+def _drafts(gallery: Opened, items: Sequence[NewItem]) -> list[_Draft]:
+    """Check each item against the gallery, and reuse the vector of a content that it contains: the
+    vector of an image is the same for every caller.
+    """
     drafts = [_Draft(item, item.error) for item in items]
-    stored_in = gallery.whole if isinstance(gallery, GalleryView) else gallery
-    kinds, retypable = dict(gallery.schema()), Retypable.of(stored_in)
+    kinds, retypable = dict(gallery.schema()), Retypable.of(gallery)
     seen: set[str] = set()
     for draft in drafts:
+        key, attributes = draft.item.key, draft.item.attributes
         if draft.error is None:
             try:
-                _check_item(draft.item, seen, kinds, retypable)
+                if key in seen:
+                    text = f"The request contains the key {key!r:.200} twice. Send each item once."
+                    raise InvalidParameterError(text)
+                _check_count(key, attributes)
+                check_stored(key, attributes, kinds, retypable)
                 draft.sha256 = hashlib.sha256(draft.item.data).hexdigest()
             except KinlensError as error:
                 draft.error = error
-            seen.add(draft.item.key)
+            seen.add(key)
     stored = gallery.vectors_of_contents([draft.sha256 for draft in drafts if draft.sha256])
     for draft in drafts:
         draft.vector = stored.get(draft.sha256)
     is_new = any(draft.vector is None and draft.error is None for draft in drafts)
-    if is_new and isinstance(stored_in, IndexedGallery):
-        stored_in.check_delta()  # before the work of embedding them
+    if is_new and isinstance(gallery, IndexedGallery):
+        gallery.check_delta()  # before the work of embedding them
     return drafts
-
-
-def _check_item(
-    item: NewItem, seen: Collection[str], kinds: dict[str, AttributeType], retypable: Retypable
-) -> None:
-    """Check key and attributes against `kinds`, and add new attributes to `kinds`.
-
-    Raises: InvalidParameterError naming the key, or the attribute, and the limit.
-    """
-    if item.key in seen:
-        raise InvalidParameterError(
-            f"The request contains the key {item.key!r:.200} twice. Send each item once."
-        )
-    _check_count(item.key, item.attributes)
-    check_stored(item.key, item.attributes, kinds, retypable)
 
 
 def _check_count(key: str, attributes: Collection[str]) -> None:
@@ -340,7 +306,9 @@ def _check_count(key: str, attributes: Collection[str]) -> None:
         )
 
 
-def _store(served: Served, uploads: UploadFolder | SharedUploads, drafts: Sequence[_Draft]) -> Put:
+def _store(
+    served: Served, uploads: UploadFolder | SharedUploads, drafts: Sequence[_Draft]
+) -> tuple[Put, str]:
     """Store the images, then the items, and discard images that no item uses afterwards.
 
     Raises: GalleryBusyError, GalleryWriteError; then nothing was stored.
@@ -360,13 +328,13 @@ def _store(served: Served, uploads: UploadFolder | SharedUploads, drafts: Sequen
     failed = [draft.sha256 for draft in good.values() if draft.error is not None]
     served.discard_uploads([*replaced, *failed])
     new = gallery.stored([*entries])
-    return Put([draft.outcome(entries, old, new) for draft in drafts], gallery.version)
+    return [(draft.result(entries, old, new), draft.error) for draft in drafts], gallery.version
 
 
 def _add(served: Served, drafts: Mapping[str, _Draft], entries: Mapping[str, Entry]) -> None:
     """Add all entries in one transaction; if the gallery refuses one, each in its own."""
     gallery = served.gallery
-    gallery.admit(served.model.embedder.mode.precision)
+    served.whole.admit(served.model.embedder.mode.precision)
     try:
         gallery.add(list(entries.values()))
     except InvalidParameterError:
@@ -377,7 +345,7 @@ def _add(served: Served, drafts: Mapping[str, _Draft], entries: Mapping[str, Ent
                 drafts[key].error = error
 
 
-def _status(stored: Item | None, item: Item | None, entry: Entry) -> Status:
+def _status(stored: Item | None, item: Item | None, entry: Entry) -> ItemStatus:
     """The effect of storing `entry`: `stored` and `item` had its key before and after it."""
     if stored is None:
         return "added"
@@ -389,37 +357,32 @@ def _status(stored: Item | None, item: Item | None, entry: Entry) -> Status:
     return "unchanged" if same else "updated"
 
 
-def _patch(gallery: Gallery, changes: Changes) -> Changed:
+def _patch(gallery: Gallery, changes: Changes) -> PatchAnswer:
     for key, item in gallery.stored([*changes]).items():
         names = set(item.attributes)
         for name, value in changes[key].items():
             (names.discard if value is None else names.add)(name)
         if names - set(item.attributes):
             _check_count(key, names)
-    return Changed(gallery.update(changes), gallery.version)
+    return PatchAnswer(changed=gallery.update(changes), version=gallery.version)
 
 
-def _patch_where(gallery: Gallery, where: Filter, change: Change) -> Changed:
+def _patch_where(gallery: Gallery, where: Filter, change: Change) -> PatchAnswer:
     new = {name for name, value in change.items() if value is not None} - gallery.schema().keys()
     if new and len(gallery.schema()) + len(new) > MAX_ATTRIBUTES:
         raise InvalidParameterError(
             f"With the new attributes {', '.join(sorted(new)):.200} the gallery would have more "
             f"than {MAX_ATTRIBUTES}, the limit of one item. Add new attributes by key."
         )
-    return Changed(gallery.update_where(where, change), gallery.version)
+    return PatchAnswer(changed=gallery.update_where(where, change), version=gallery.version)
 
 
-def _remove(served: Served, keys: Sequence[str], keep: Sequence[str]) -> Changed:
+def _remove(served: Served, keys: Sequence[str], keep: Sequence[str]) -> RemoveAnswer:
     gallery = served.gallery
     contents = _uploaded(gallery.stored(keys).values())
     removed = _restorable(gallery, "keep").remove(keys, keep=keep) if keep else gallery.remove(keys)
     served.discard_uploads(contents)
-    return Changed(removed, gallery.version)
-
-
-def _restore(gallery: Gallery, keys: Sequence[str]) -> Restored:
-    items = _restorable(gallery, "restore").restore(keys)
-    return Restored(items, gallery.version)
+    return RemoveAnswer(removed=removed, version=gallery.version)
 
 
 def _restorable(gallery: Gallery, what: str) -> IndexedGallery | GalleryView:
@@ -432,7 +395,7 @@ def _restorable(gallery: Gallery, what: str) -> IndexedGallery | GalleryView:
     return gallery
 
 
-def _remove_item(served: Served, item_id: ItemId) -> Changed:
+def _remove_item(served: Served, item_id: ItemId) -> RemoveAnswer:
     gallery = served.gallery
     item = gallery.item(item_id)
     try:
@@ -443,10 +406,10 @@ def _remove_item(served: Served, item_id: ItemId) -> Changed:
             served.check_generation(gallery.generation, current_generation(served.path))
         raise
     served.discard_uploads(_uploaded([item]))
-    return Changed(1, gallery.version)
+    return RemoveAnswer(removed=1, version=gallery.version)
 
 
-def _remove_where(served: Served, where: Filter) -> Changed:
+def _remove_where(served: Served, where: Filter) -> RemoveAnswer:
     gallery = served.gallery
     contents: list[str] = []
     after, is_more = -1, served.is_remote
@@ -459,7 +422,7 @@ def _remove_where(served: Served, where: Filter) -> Changed:
         removed = gallery.remove_where(where)
     finally:
         served.discard_uploads(contents)  # also after an interrupted removal
-    return Changed(removed, gallery.version)
+    return RemoveAnswer(removed=removed, version=gallery.version)
 
 
 def _uploaded(items: Iterable[Item]) -> list[str]:

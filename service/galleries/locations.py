@@ -1,6 +1,7 @@
 """Finds galleries and bundles: those of the settings first, then those of the state folder."""
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 from kinlens.embedder.bundle import MANIFEST
 from kinlens.embedder.durable import is_settled, is_stage, stamp
 from kinlens.embedder.engines.models import SessionSettings
-from kinlens.embedder.errors import GalleryNotFoundError, InvalidParameterError
+from kinlens.embedder.errors import GalleryNotFoundError
 from kinlens.indexer.galleries import (
     CURRENT,
     MilvusStore,
@@ -17,7 +18,7 @@ from kinlens.indexer.galleries import (
     open_remote,
 )
 from kinlens.indexer.gallery import Gallery as IndexedGallery
-from kinlens.indexer.types import MILVUS, OnCall, checked_name, milvus_address, unobserved
+from kinlens.indexer.types import GALLERY_NAME, MILVUS, OnCall, milvus_address, unobserved
 from kinlens.service.galleries.uploads import SharedUploads
 from kinlens.service.galleries.view import GalleryView
 from kinlens.service.settings import Settings, is_followed, split_gallery, split_named
@@ -86,7 +87,7 @@ class Locations:
         self._managed = None if settings.state is None else managed_folder(settings.state)
         self._roots = dict(split_gallery(entry) for entry in settings.image_roots)
         self._named = {
-            name: GalleryLocation(name, _path_of(gallery), given=gallery)
+            name: GalleryLocation(name, getattr(gallery, "path", None), given=gallery)
             for name, gallery in (given or {}).items()
         }
         self._add_named(settings)
@@ -253,10 +254,6 @@ def _is_elsewhere(location: GalleryLocation, folder: Path) -> bool:
     return path is None or path.resolve() != folder.resolve()
 
 
-def _path_of(gallery: Opened) -> Path | None:
-    return gallery.path if isinstance(gallery, IndexedGallery) else None
-
-
 def _own_name(text: str) -> str:
     """The name that a gallery has in its address or manifest. Raises: GalleryError."""
     if is_followed(text):
@@ -266,10 +263,7 @@ def _own_name(text: str) -> str:
 
 def is_name(name: str) -> bool:
     """Whether this is a valid name for a gallery."""
-    try:
-        return bool(checked_name(name))
-    except InvalidParameterError:
-        return False
+    return re.fullmatch(GALLERY_NAME, name) is not None
 
 
 def managed_folder(state: Path) -> Path:

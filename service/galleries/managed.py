@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from kinlens.embedder.durable import discard, exclusive, is_stage, make_folder
@@ -33,26 +34,21 @@ _DELETE_LIMITS = 6  # a gallery may have many images
 _MODEL_LIMITS = 6
 
 
+@dataclass(slots=True)
 class ManagedGalleries:
-    """Makes and deletes galleries; other processes notice when they next read the disk."""
+    """Makes and deletes galleries; other processes notice when they next read the disk.
 
-    def __init__(
-        self,
-        registry: Registry,
-        models: Models,
-        state: Path | None,
-        pool: BoundedPool,
-        active_job: Callable[[str], JobModel | None],
-        limit_s: float,
-    ) -> None:
-        """`active_job` returns a job that uses a gallery; `limit_s` limits reading the disk."""
-        self._registry = registry
-        self._models = models
-        self._state = state
-        self._pool = pool
-        self._active_job = active_job
-        self._limit_s = limit_s
-        self._changing = asyncio.Lock()  # only one call at a time blocks a thread on the file lock
+    `active_job` returns a job that uses a gallery; `limit_s` limits reading the disk.
+    """
+
+    registry: Registry
+    models: Models
+    state: Path | None
+    pool: BoundedPool
+    active_job: Callable[[str], JobModel | None]
+    limit_s: float
+    # Only one call at a time blocks a thread on the file lock.
+    _changing: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     async def create(self, name: str, bundle_id: str | None) -> None:
         """Make an empty gallery and serve it.
@@ -61,11 +57,11 @@ class ManagedGalleries:
             GalleryConflictError for a name that is taken, GalleryWriteError;
             DeadlineExceededError if it was made but could not be served in time.
         """
-        if self._state is None:
+        if self.state is None:
             raise StateMissingError(
                 "The service has no state folder for galleries. Start it with --state DIR."
             )
-        folder = managed_folder(self._state)
+        folder = managed_folder(self.state)
         checked_name(name)
         binding = CALLER.get()
         if not binding.permits(name):  # before the check for existence, which would reveal it
@@ -73,13 +69,13 @@ class ManagedGalleries:
                 f"The key {binding.key} is not bound to a gallery {name!r}, so it cannot make one. "
                 f"Make {' or '.join(binding.galleries or ())}, or send a key that is bound to it."
             )
-        if name in self._registry.names():
+        if name in self.registry.names():
             raise _taken(name)
         model = await self._model(bundle_id)
-        limit = within(self._limit_s, "Creating the gallery")
+        limit = within(self.limit_s, "Creating the gallery")
         async with limit, self._changing:
-            await self._pool.run(lambda: _create(folder / name, model), subject=_SUBJECT)
-        await self._registry.read_from_disk(self._limit_s, name)
+            await self.pool.run(lambda: _create(folder / name, model), subject=_SUBJECT)
+        await self.registry.read_from_disk(self.limit_s, name)
 
     async def delete(self, name: str) -> None:
         """Delete a gallery with its items and their images.
@@ -88,23 +84,23 @@ class ManagedGalleries:
             uses it, GalleryBusyError while a build runs in it, GalleryWriteError;
             DeadlineExceededError if it was deleted but the galleries could not be read in time.
         """
-        async with self._registry.find(name) as served:
+        async with self.registry.find(name) as served:
             path = served.path
             if path is None or not served.managed:
                 raise GalleryConflictError(
                     f"Gallery {name[:_SHOWN]!r} was not made by this service, so the service does "
                     "not delete it. Remove it from the settings (--gallery) and delete its folder."
                 )
-        limit = within(_DELETE_LIMITS * self._limit_s, "Deleting the gallery", "It continues.")
+        limit = within(_DELETE_LIMITS * self.limit_s, "Deleting the gallery", "It continues.")
         async with limit, self._changing:
-            await self._pool.run(lambda: self._delete(path), subject=_SUBJECT)
-        await self._registry.read_from_disk(self._limit_s, name)
+            await self.pool.run(lambda: self._delete(path), subject=_SUBJECT)
+        await self.registry.read_from_disk(self.limit_s, name)
 
     def _delete(self, path: Path) -> None:
         with _locked(path.parent):
             if current_generation(path) is None:
                 raise GalleryNotFoundError(f"Gallery {path.name!r} has just been deleted.")
-            job = self._active_job(path.name)
+            job = self.active_job(path.name)
             if job is not None:
                 raise GalleryConflictError(
                     f"Job {job.id} ({job.kind}) uses gallery {path.name!r}. Wait until it has "
@@ -115,10 +111,10 @@ class ManagedGalleries:
 
     async def _model(self, bundle_id: str | None) -> Model:
         if bundle_id is None:
-            return self._registry.model
+            return self.registry.model
         try:
-            async with within(_MODEL_LIMITS * self._limit_s, "Loading the model"):
-                return await self._models.get(bundle_id)
+            async with within(_MODEL_LIMITS * self.limit_s, "Loading the model"):
+                return await self.models.get(bundle_id)
         except BundleNotFoundError as error:
             raise InvalidParameterError(
                 f"bundle_id = {bundle_id[:_SHOWN]!r} is unknown to this service. Put the bundle "

@@ -173,7 +173,7 @@ class Served:
     def discard_uploads(self, sha256s: Sequence[str]) -> None:
         """Remove these images from a shared store if no item uses them; a folder is swept."""
         if self.path is None and self._shared is not None:
-            self._shared.discard(sha256s, self.gallery.contents)
+            self._shared.discard(sha256s, self.whole.contents)
 
     def check_generation(self, version: str | None, current: str | None = None) -> None:
         """Check that an item id comes from the `current` generation, by default the served one.

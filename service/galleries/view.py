@@ -12,10 +12,6 @@ the index and the calibration. Four things still depend on all items of the gall
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
-
-import numpy as np
-from numpy.typing import NDArray
 
 from kinlens.embedder.errors import (
     AccessError,
@@ -62,18 +58,8 @@ class GalleryView:
     def __init__(self, whole: Gallery | MilvusStore, where: Filter) -> None:
         self.whole = whole
         self.where = where
-
-    @property
-    def name(self) -> str:
-        return self.whole.name
-
-    @property
-    def dim(self) -> int:
-        return self.whole.dim
-
-    @property
-    def bundle_id(self) -> str:
-        return self.whole.bundle_id
+        self.name, self.dim, self.bundle_id = whole.name, whole.dim, whole.bundle_id
+        self.created_at, self.image_root = whole.created_at, whole.image_root
 
     @property
     def precision(self) -> str:
@@ -88,19 +74,8 @@ class GalleryView:
         return self.whole.version
 
     @property
-    def created_at(self) -> str:
-        return self.whole.created_at
-
-    @property
-    def image_root(self) -> Path:
-        return self.whole.image_root
-
-    @property
     def size(self) -> int:
         return self.page(0, 0).total
-
-    def admit(self, precision: str) -> None:
-        self.whole.admit(precision)
 
     def schema(self) -> Schema:
         return self.whole.schema()
@@ -120,18 +95,6 @@ class GalleryView:
             for facts in self.whole.attribute_facts(self.where)
             if facts.values or facts.minimum is not None or self._has(facts.name)
         )
-
-    def contents(self, sha256s: Sequence[str]) -> set[str]:
-        """Those of these contents that any item of the whole gallery uses: an image is stored once
-        for all items.
-        """
-        return self.whole.contents(sha256s)
-
-    def vectors_of_contents(self, sha256s: Sequence[str]) -> dict[str, NDArray[np.float32]]:
-        """The stored vectors of these contents in the whole gallery: the vector of an image is the
-        same for every caller.
-        """
-        return self.whole.vectors_of_contents(sha256s)
 
     def item(self, item_id: ItemId) -> Item:
         found = self.whole.item(item_id)

@@ -1,10 +1,10 @@
-"""Metrics of models, galleries and jobs, which are read on each scrape."""
+"""Metrics of searches, models, galleries and jobs, which are read on each scrape."""
 
 import asyncio
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,9 @@ Sample = tuple[str, Sequence[str], float]
 
 
 class Observer(Collector):
-    """Collects the state of models, galleries and jobs; values that cannot be read are omitted."""
+    """Collects the state of searches, models, galleries and jobs; values that cannot be read are
+    omitted.
+    """
 
     def __init__(
         self,
@@ -44,6 +46,9 @@ class Observer(Collector):
         registry: Registry,
         models: Models,
         health: Health,
+        search_threads: SearchThreads,
+        searching: Pipeline,
+        cache: Cache,
         jobs: Callable[[], Mapping[JobState, int]] = dict,
         state: Path | None = None,
     ) -> None:
@@ -51,12 +56,16 @@ class Observer(Collector):
         self._registry = registry
         self._models = models
         self._health = health
+        self._search_threads = search_threads
+        self._searching = searching
+        self._cache = cache
         self._omitted: dict[str, str] = {}  # the error of each subject at the last scrape
         self._threads = KeyedThreads(_AT_ONCE)
         self._jobs = jobs
         self._state = state
         self._families = _families([])
         self._recent = Recent(self._render)
+        metrics.add(self, FAMILIES)
 
     def collect(self) -> Sequence[GaugeMetricFamily]:
         """The values of the last scrape."""
@@ -70,20 +79,32 @@ class Observer(Collector):
         return await self._recent.get()
 
     async def _render(self) -> bytes:
-        self._families = _families(await self._read())
-        self._metrics.refresh()  # not in a thread, since it reads state of the event loop
+        self._families = _families([*self._of_process(), *await self._read()])
         galleries = {*self._registry.names(), *self._registry.failures.verdicts()}
         render = partial(self._metrics.render, galleries)
         async with within(_RENDER_S, "Reading the metrics"):
             return await self._threads.run("render", render, None)
 
-    async def _read(self) -> list[Sample]:
-        samples: list[Sample] = []
+    def _of_process(self) -> Iterator[Sample]:
+        """The values that need no disk, read in the event loop, which changes them."""
+        workers = self._models.workers()
+        layers = (len(active_names(each.layers)) for each in workers)
+        yield "kinlens_searches_in_flight", (), self._searching.in_flight
+        yield "kinlens_queue_depth", (), self._search_threads.waiting
+        yield "kinlens_decoder_restarts", (), sum(each.restarts for each in workers)
+        yield "kinlens_decoder_kills", (), sum(each.kills for each in workers)
+        yield "kinlens_decoder_sandbox_layers", (), min(layers, default=0)
+        yield "kinlens_log_lines_dropped", (), dropped_lines()
+        yield "kinlens_ready", (), self._health.passed
+        yield "kinlens_redis_up", (), self._cache.remote_state == "up"
         for model in self._models.running():
             labels = model.provider, model.embedder.mode.precision, model.bundle_id
-            samples.append(("kinlens_provider_info", labels, 1))
+            yield "kinlens_provider_info", labels, 1
         for name, is_ready in self._health.galleries().items():
-            samples.append(("kinlens_gallery_ready", (name,), is_ready))
+            yield "kinlens_gallery_ready", (name,), is_ready
+
+    async def _read(self) -> list[Sample]:
+        samples: list[Sample] = []
         reads: dict[str, Callable[[], list[Sample]]] = {"jobs": self._count_jobs}
         folders = [path.parent for path in self._registry.folders(copies=True)]
         if self._state is not None:
@@ -194,6 +215,19 @@ FAMILIES = (
         "since 1970; 0 if there was none.",
     ),
     _described("kinlens_backup_failed", "1 if a backup has failed since the last complete one."),
+    _described("kinlens_searches_in_flight", "Searches being answered."),
+    _described("kinlens_queue_depth", "Searches waiting for a search thread."),
+    _described("kinlens_decoder_restarts", "Worker processes that were replaced."),
+    _described("kinlens_decoder_kills", "Worker processes that were killed for time or memory."),
+    _described(
+        "kinlens_decoder_sandbox_layers", "Active layers of the decoder sandbox, at most 2."
+    ),
+    _described(
+        "kinlens_log_lines_dropped",
+        "Log lines that could not be written: stderr is full, closed or blocked.",
+    ),
+    _described("kinlens_ready", "1 while the last readiness check passed."),
+    _described("kinlens_redis_up", "1 while Redis permits all commands of the service."),
 )
 """The metrics of `Observer`."""
 
@@ -205,52 +239,3 @@ def _families(samples: Iterable[Sample]) -> list[GaugeMetricFamily]:
     for name, labels, value in samples:
         families[name].add_metric(labels, value)
     return list(families.values())
-
-
-def publish(
-    metrics: Metrics,
-    search_threads: SearchThreads,
-    searching: Pipeline,
-    models: Models,
-    cache: Cache,
-    health: Health,
-) -> None:
-    """Register the gauges that are read on each scrape."""
-    metrics.gauge(
-        "kinlens_searches_in_flight", "Searches being answered.", lambda: searching.in_flight
-    )
-    metrics.gauge(
-        "kinlens_queue_depth",
-        "Searches waiting for a search thread.",
-        lambda: search_threads.waiting,
-    )
-    metrics.gauge(
-        "kinlens_decoder_restarts",
-        "Worker processes that were replaced.",
-        lambda: sum(workers.restarts for workers in models.workers()),
-    )
-    metrics.gauge(
-        "kinlens_decoder_kills",
-        "Worker processes that were killed for time or memory.",
-        lambda: sum(workers.kills for workers in models.workers()),
-    )
-    metrics.gauge(
-        "kinlens_decoder_sandbox_layers",
-        "Active layers of the decoder sandbox, at most 2.",
-        lambda: min((len(active_names(each.layers)) for each in models.workers()), default=0),
-    )
-    metrics.gauge(
-        "kinlens_log_lines_dropped",
-        "Log lines that could not be written: stderr is full, closed or blocked.",
-        dropped_lines,
-    )
-    metrics.gauge(
-        "kinlens_ready",
-        "1 while the last readiness check passed.",
-        lambda: health.passed,
-    )
-    metrics.gauge(
-        "kinlens_redis_up",
-        "1 while Redis permits all commands of the service.",
-        lambda: cache.remote_state == "up",
-    )

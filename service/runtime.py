@@ -33,7 +33,7 @@ from kinlens.service.health import Health
 from kinlens.service.jobs.manager import JobManager
 from kinlens.service.observe.logs import Repeats
 from kinlens.service.observe.metrics import Metrics
-from kinlens.service.observer import FAMILIES, Observer, publish
+from kinlens.service.observer import Observer
 from kinlens.service.redis import SharedRedis
 from kinlens.service.search.pipeline import Pipeline, RecallSampler
 from kinlens.service.settings import Settings
@@ -112,11 +112,15 @@ class Runtime:
         self.health = Health(self.registry, self.models, ready_s, is_on_gpu)
         count_jobs = dict if self.jobs is None else self.jobs.store.counts
         self.observer = Observer(
-            self.metrics, self.registry, self.models, self.health, count_jobs, state
-        )
-        self.metrics.add(self.observer, FAMILIES)
-        publish(
-            self.metrics, self.search_threads, self.searching, self.models, self.cache, self.health
+            self.metrics,
+            self.registry,
+            self.models,
+            self.health,
+            self.search_threads,
+            self.searching,
+            self.cache,
+            count_jobs,
+            state,
         )
 
     def _connect(self, backend: Backend) -> Model:
@@ -280,8 +284,9 @@ def missing_image_roots(galleries: Mapping[str, Opened]) -> list[str]:
     ]
 
 
-def open_redis(settings: Settings) -> SharedRedis | None:
-    """The Redis of the settings, not connected yet."""
+def open_redis(settings: Settings, at_least_s: float = 0.0) -> SharedRedis | None:
+    """The Redis of the settings, not connected yet, with a timeout of `at_least_s` or more."""
     if settings.redis_url is None:
         return None
-    return SharedRedis(settings.redis_url.get_secret_value(), settings.redis_timeout_ms / 1e3)
+    timeout_s = max(at_least_s, settings.redis_timeout_ms / 1e3)
+    return SharedRedis(settings.redis_url.get_secret_value(), timeout_s)

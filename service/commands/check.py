@@ -6,10 +6,10 @@ import json
 import stat
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, ParamSpec
+from typing import Annotated, Any, Literal, NamedTuple
 
 import structlog
 import typer
@@ -27,17 +27,13 @@ from kinlens.service.encoding.sandbox import absences, holding
 from kinlens.service.galleries.bundles import Bundles
 from kinlens.service.galleries.locations import GalleryLocation, Locations, open_gallery
 from kinlens.service.http.server import listen
-from kinlens.service.redis import SharedRedis
-from kinlens.service.runtime import missing_image_roots
+from kinlens.service.runtime import missing_image_roots, open_redis
 from kinlens.service.settings import ANY_HOST, Settings
 
-P = ParamSpec("P")
-_REDIS_S = 1.0
 _COLOURS = {"ok": "green", "warning": "yellow", "fault": "red"}
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(NamedTuple):
     """The result for one part; a `fault` prevents a start. `text` ends with what to do."""
 
     subject: str
@@ -61,20 +57,28 @@ def check(
     findings += [Finding("environment", "warning", text) for text in unknown_variables()]
     starts = all(finding.verdict != "fault" for finding in findings)
     if as_json:
-        shown = {"starts": starts, "findings": [asdict(finding) for finding in findings]}
+        shown = {"starts": starts, "findings": [finding._asdict() for finding in findings]}
         typer.echo(json.dumps(shown, indent=2))
     else:
-        for each in findings:
-            typer.secho(f"{each.verdict:8} ", fg=_COLOURS[each.verdict], nl=False)
-            typer.echo(f"{each.subject}: {each.text}")
+        for subject, verdict, text in findings:
+            typer.secho(f"{verdict:8} ", fg=_COLOURS[verdict], nl=False)
+            typer.echo(f"{subject}: {text}")
     raise typer.Exit(0 if starts else 1)
 
 
 def _findings(settings: Settings) -> Iterator[Finding]:
     """Try every part of a start, and continue after faults."""
-    bundles = Bundles(settings)
-    opened: list[Backend] = []
-    yield _tried("bundle", _bundle, bundles, opened)
+    bundles, state = Bundles(settings), settings.state
+    backend: Backend | None = None
+
+    def open_bundle() -> str:
+        nonlocal backend
+        backend = bundles.open(bundles.primary())
+        facts = backend.facts
+        on = f"on {facts.provider} in {facts.mode.precision}: {facts.precision_reason}"
+        return f"{facts.bundle_id[:12]}, D = {facts.dim}, {on}"
+
+    yield _tried("bundle", open_bundle)
     try:
         every = Locations(settings)
         locations, hidden = every.list_galleries(), every.hidden()
@@ -82,26 +86,27 @@ def _findings(settings: Settings) -> Iterator[Finding]:
         yield _failed("galleries", error)
     else:
         for location in locations:
-            yield _tried(f"gallery {location.name}", _gallery, location, settings, bundles)
+            name = f"gallery {location.name}"
+            yield _tried(name, partial(_gallery, location, settings, bundles))
             if location.name in hidden:
-                yield Finding(f"gallery {location.name}", "warning", hidden[location.name])
-        if not locations and settings.state is None:
+                yield Finding(name, "warning", hidden[location.name])
+        if not locations and state is None:
             text = "There is no gallery, and no state folder to create one in. Set --gallery or "
             yield Finding("galleries", "fault", f"{text}--state DIR.")
     if settings.searched_on() == "cuda":
         yield _tried("gpu", _gpu)
-    yield _tried("state", _state, settings.state)
-    yield _tried("keys", _keys, settings.state)
-    for backend in opened:
-        yield _tried("decoder", _decoder, backend)
-    yield _tried("redis", _redis, settings)
-    yield _tried("port", _port, settings)
+    yield _tried("state", lambda: _state(state))
+    yield _tried("keys", lambda: _keys(state))
+    if backend is not None:
+        yield _tried("decoder", partial(_decoder, backend))
+    yield _tried("redis", lambda: _redis(settings))
+    yield _tried("port", lambda: _port(settings))
     yield from (Finding("exposure", "warning", text) for text in exposures(settings))
 
 
-def _tried(subject: str, part: Callable[P, str], *args: P.args, **options: P.kwargs) -> Finding:
+def _tried(subject: str, part: Callable[[], str]) -> Finding:
     try:
-        return Finding(subject, "ok", part(*args, **options))
+        return Finding(subject, "ok", part())
     except UserWarning as warning:
         return Finding(subject, "warning", str(warning))
     except (KinlensError, OSError) as error:
@@ -110,14 +115,6 @@ def _tried(subject: str, part: Callable[P, str], *args: P.args, **options: P.kwa
 
 def _failed(subject: str, error: Exception) -> Finding:
     return Finding(subject, "fault", " ".join(str(error).split()) or type(error).__name__)
-
-
-def _bundle(bundles: Bundles, opened: list[Backend]) -> str:
-    backend = bundles.open(bundles.primary())
-    opened.append(backend)
-    facts = backend.facts
-    on = f"on {facts.provider} in {facts.mode.precision}: {facts.precision_reason}"
-    return f"{facts.bundle_id[:12]}, D = {facts.dim}, {on}"
 
 
 def _decoder(backend: Backend) -> str:
@@ -181,9 +178,9 @@ def _keys(state: Path | None) -> str:
 
 
 def _redis(settings: Settings) -> str:
-    if settings.redis_url is None:
+    redis = open_redis(settings, at_least_s=1.0)
+    if redis is None:
         return "not used"
-    redis = SharedRedis(settings.redis_url.get_secret_value(), _REDIS_S)
     if fault := asyncio.run(redis.find_fault()):
         raise UserWarning(fault)
     return "answers"
@@ -197,8 +194,15 @@ def _port(settings: Settings) -> str:
 def exposures(settings: Settings) -> list[str]:
     """A warning, with what to do, for each setting that exposes the service."""
     is_public, is_unlimited = not settings.is_local(), not settings.rate_limit_per_address
-    is_open = bool(settings.anonymous_scopes)
-    bound_keys = _bound_keys(settings) if is_open else 0
+    is_open, folder = bool(settings.anonymous_scopes), settings.state
+    bound_keys, others_may_write = 0, False
+    with contextlib.suppress(StateError):  # which is a fault of `keys`
+        store, now = open_keys(folder), datetime.now(UTC)
+        for key in store.list() if store is not None else ():
+            bound_keys += key.binding().is_bound and key.state(now) == "active"
+    with contextlib.suppress(OSError):
+        mode = 0 if folder is None else folder.stat().st_mode
+        others_may_write = bool(mode & (stat.S_IWGRP | stat.S_IWOTH))
     exposed = [
         (
             ANY_HOST in settings.cors_origins,
@@ -222,30 +226,15 @@ def exposures(settings: Settings) -> list[str]:
             "the hosts of this service in KINLENS_ALLOWED_HOSTS.",
         ),
         (
-            bound_keys > 0,
+            is_open and bound_keys > 0,
             f"{bound_keys} keys are bound to galleries, but clients without a key may "
             f"{' and '.join(settings.anonymous_scopes)} in all of them. Set "
             "KINLENS_ANONYMOUS_SCOPES to an empty text.",
         ),
         (
-            _others_may_write(settings.state),
-            f"Other users of this machine can write to {settings.state}, and so create keys. Run "
-            f"chmod go-w {settings.state}.",
+            others_may_write,
+            f"Other users of this machine can write to {folder}, and so create keys. Run "
+            f"chmod go-w {folder}.",
         ),
     ]
     return [text for applies, text in exposed if applies]
-
-
-def _bound_keys(settings: Settings) -> int:
-    """The number of active keys bound to galleries; 0 if unreadable, which is a fault of `keys`."""
-    with contextlib.suppress(StateError):
-        store, now = open_keys(settings.state), datetime.now(UTC)
-        known = () if store is None else store.list()
-        return sum(key.binding().is_bound and key.state(now) == "active" for key in known)
-    return 0
-
-
-def _others_may_write(folder: Path | None) -> bool:
-    with contextlib.suppress(OSError):
-        return folder is not None and bool(folder.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH))
-    return False

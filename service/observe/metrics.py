@@ -12,14 +12,14 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from http import HTTPMethod
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from fastapi.telemetry import TelemetryConfig
 from opentelemetry.trace import StatusCode, get_current_span, get_tracer, set_tracer_provider
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
@@ -58,7 +58,6 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._readings: list[tuple[Gauge, Callable[[], float]]] = []
         self.described: list[Described] = []
         self.requests = self._counter(
             "kinlens_requests",
@@ -175,19 +174,10 @@ class Metrics:
         self.key_requests.labels(name).inc()
         self.key_units.labels(name).inc(units)
 
-    def gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
-        """Add a gauge that calls `read` at each `refresh`."""
-        self._readings.append((self._gauge(name, text), read))
-
     def add(self, collector: Collector, described: Sequence[Described]) -> None:
         """Add a collector and the description of its metrics."""
         self.registry.register(collector)
         self.described += described
-
-    def refresh(self) -> None:
-        """Update the gauges, in the event loop."""
-        for gauge, read in self._readings:
-            gauge.set(read())
 
     def render(self, galleries: Collection[str]) -> bytes:
         """All metrics in the Prometheus text format.
@@ -199,10 +189,6 @@ class Metrics:
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         self.described.append(Described(f"{name}_total", "counter", labels, text))
         return Counter(name, text, labels, registry=self.registry)
-
-    def _gauge(self, name: str, text: str) -> Gauge:
-        self.described.append(Described(name, "gauge", (), text))
-        return Gauge(name, text, registry=self.registry)
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
         self.described.append(Described(name, "histogram", labels, text))

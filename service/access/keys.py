@@ -6,7 +6,6 @@ The admission sets the binding once per request. The registry applies it to ever
 a route cannot forget it. Background work has no binding.
 """
 
-import asyncio
 import contextlib
 import functools
 import hashlib
@@ -20,7 +19,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -38,7 +37,7 @@ from kinlens.indexer.filters.tree import Filter
 from kinlens.indexer.types import checked_name
 from kinlens.models import Scope
 from kinlens.service.access.rates import DAY_S, Rate, parse_rates
-from kinlens.service.concurrency import begin_in_thread
+from kinlens.service.concurrency import KeyedThreads
 
 SCOPES: tuple[Scope, ...] = ("search", "write", "admin")
 """Each implies those before it."""
@@ -352,21 +351,6 @@ class KeyStore:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Snapshot:
-    """The keys of one state of the file, by id."""
-
-    by_id: Mapping[str, Key]
-    active_until: datetime
-    stamp: tuple[int, ...] | None
-
-    @classmethod
-    def of(cls, keys: tuple[Key, ...] = (), stamp: tuple[int, ...] | None = None) -> Self:
-        never, always = (end.replace(tzinfo=UTC) for end in (datetime.min, datetime.max))
-        ends = (key.expires_at or always for key in keys if key.revoked_at is None)
-        return cls({key.id: key for key in reversed(keys)}, max(ends, default=never), stamp)
-
-
 class FreshKeys:
     """The keys of a store for an event loop, found by id. At most every `max_age_s`, and only while
     keys are used, a thread asks the disk whether the file has changed, and reads it then.
@@ -378,40 +362,39 @@ class FreshKeys:
         self._store = store
         self._max_age_s = max_age_s
         self._limit_s = limit_s
-        self._keys = _Snapshot.of()
+        self._keys: Mapping[str, Key] = {}
+        self._stamp: tuple[int, ...] | None = None
         self._read_at = -math.inf
-        self._reading: asyncio.Future[_Snapshot] | None = None
+        self._threads = KeyedThreads(1)
 
     async def known(self, text: str) -> Key | None:
         """The active key with this text among the cached keys. Raises: StateError."""
-        return _matching((await self._recent()).by_id, text)
+        return _matching(await self._recent(), text)
 
     async def by_id(self, identity: str) -> Key | None:
         """The active key with this id. Raises: StateError."""
-        key = (await self._recent()).by_id.get(identity)
+        key = (await self._recent()).get(identity)
         return key if key is not None and key.state(_now()) == "active" else None
 
     async def created(self, text: str) -> Key | None:
         """The active key with this text after another look at the file, for keys that are not
         cached. The caller must limit the rate of these calls. Raises: StateError.
         """
-        return _matching((await self._read()).by_id, text)
+        return _matching(await self._read(), text)
 
     async def has_active(self) -> bool:
         """Whether any key is active. Raises: StateError."""
-        return _now() < (await self._recent()).active_until
+        now = _now()
+        return any(key.state(now) == "active" for key in (await self._recent()).values())
 
-    async def _recent(self) -> _Snapshot:
+    async def _recent(self) -> Mapping[str, Key]:
         is_old = time.monotonic() - self._read_at > self._max_age_s
         return await self._read() if is_old else self._keys
 
-    async def _read(self) -> _Snapshot:
+    async def _read(self) -> Mapping[str, Key]:
         asked_at = time.monotonic()
-        if self._reading is None or self._reading.done():
-            self._reading = asyncio.wrap_future(begin_in_thread(self._changed))
         try:
-            async with asyncio.timeout(self._limit_s):
-                self._keys = await asyncio.shield(self._reading)
+            self._keys, self._stamp = await self._threads.run("", self._changed, self._limit_s)
         except TimeoutError:
             raise StateError(
                 f"The file of keys {self._store.path} was not read within {self._limit_s:g} s, "
@@ -420,11 +403,11 @@ class FreshKeys:
         self._read_at = asked_at
         return self._keys
 
-    def _changed(self) -> _Snapshot:
+    def _changed(self) -> tuple[Mapping[str, Key], tuple[int, ...] | None]:
         found = stamp(str(self._store.path))
-        if found == self._keys.stamp and is_settled(found):
-            return self._keys
-        return _Snapshot.of(self._store.list(), found)
+        if found == self._stamp and is_settled(found):
+            return self._keys, found
+        return {key.id: key for key in self._store.list()}, found
 
 
 def open_keys(state: Path | None) -> KeyStore | None:

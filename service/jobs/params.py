@@ -29,6 +29,7 @@ from kinlens.embedder.errors import (
 from kinlens.embedder.types import SHORT
 from kinlens.indexer.galleries import current_manifest
 from kinlens.indexer.ingest.sync import MaxRemoved
+from kinlens.indexer.types import GALLERY_NAME
 from kinlens.models import BundleModel, JobKind, JobOptions
 from kinlens.service.access.keys import CALLER
 from kinlens.service.galleries.locations import (
@@ -42,7 +43,7 @@ from kinlens.service.settings import START_WORDS, Settings, split_gallery
 Scalar = bool | int | FiniteFloat | str
 Override = Scalar | list[Scalar]
 
-NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+NAME = rf"^{GALLERY_NAME}$"
 
 _TABLES = ("optimizer", "sampling", "input", "loss", "regularizers", "model", "protocol", "runtime")
 _KEYS = ("seed", "recall_at", "data.train_fraction", "data.split_seed", "data.small_classes")

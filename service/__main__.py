@@ -5,6 +5,7 @@ import os
 import sys
 
 from kinlens.environment import isolate
+from kinlens.installs import missing_package
 from kinlens.service.encoding import spawn
 
 _LIGHT = frozenset(["audit", "keys", "settings"])
@@ -20,13 +21,15 @@ def main() -> None:
     if not _WITHOUT_MODEL & {*sys.argv[1:]}:
         spawn.prepare()  # it imports the libraries of models while this process imports
     gc.disable()  # imported objects stay, so a search for garbage finds none
-    from kinlens.service.commands import without_service
-
+    try:
+        from kinlens.service.commands import keys, options  # noqa: F401  it adds its commands
+    except ModuleNotFoundError as missing:
+        raise SystemExit(missing_package("kinlens-serve", missing, "cpu", "gpu")) from None
     if not _LIGHT & {*sys.argv[1:2]}:
         from kinlens.service.commands import program  # noqa: F401  it adds the other commands
     gc.freeze()  # nor does any later search look at them
     gc.enable()
-    without_service.app()
+    options.app()
 
 
 if __name__ == "__main__":

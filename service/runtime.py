@@ -97,7 +97,7 @@ class Runtime:
         self.audit = None if state is None else AuditLog(state)
         self.jobs = None if state is None else JobManager(settings)
         self.feedback = None if settings.feedback == "off" else open_feedback(settings)
-        tidy = [] if self.feedback is None else [self.feedback.tidy]
+        tidy = [part.tidy for part in (self.feedback, self.jobs) if part is not None]
         self.sweeper = None if state is None else Sweeper(state, self.registry.folders, tidy)
         self.items = Items(self.registry, self.pools["write"], limit_s, puts=state is not None)
         self.managed = ManagedGalleries(

@@ -165,7 +165,7 @@ SERVING = ("fastapi", "uvicorn", "faiss", "onnxruntime", "redis", "torch")
         ("kinlens.values", ("numpy", "pydantic", "httpx")),
         ("kinlens.training.__main__", (*TRAINING, "numpy", "pydantic", "scipy", "pandas")),
         ("kinlens.training.runner", (*TRAINING[1:], "scipy", "pandas", "sklearn")),
-        ("kinlens.service.commands.without_service", ("onnxruntime", *SERVING)),
+        ("kinlens.service.commands.keys", ("onnxruntime", *SERVING)),
         ("kinlens.service.jobs", ("fastapi", "torch")),
         ("kinlens.service.encoding.fork_server", ("structlog", "kinlens.indexer", *SERVING[:3])),
     ],

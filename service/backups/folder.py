@@ -120,8 +120,17 @@ def back_up(settings: Settings, out: Path, on_progress: Progress) -> Backup:
 
     Raises: StateError if `out` exists; KinlensError; OSError.
     """
+
+    def outcome() -> str:
+        if out.exists():
+            return "It is complete, but a loss of power may remove it."
+        return "It was not created, and the service was not changed."
+
     try:
-        report = _back_up(settings, out, on_progress)
+        if out.exists():
+            raise StateError(f"out = {out} already exists. Choose a new folder for the backup.")
+        with disk_errors_as(StateError, out.absolute(), outcome, "The backup"):
+            report = _write(settings, out, on_progress)
     except BaseException:
         _record(settings.state, has_failed=True)
         raise
@@ -137,28 +146,15 @@ def _record(state: Path | None, **changes: Any) -> None:
             (state / LAST).write_text(last.model_dump_json(), encoding="utf-8")
 
 
-def _back_up(settings: Settings, out: Path, on_progress: Progress) -> Backup:
-    if out.exists():
-        raise StateError(f"out = {out} already exists. Choose a new folder for the backup.")
-
-    def outcome() -> str:
-        if out.exists():
-            return "It is complete, but a loss of power may remove it."
-        return "It was not created, and the service was not changed."
-
-    with disk_errors_as(StateError, out.absolute(), outcome, "The backup"):
-        return _write(settings, out, on_progress)
-
-
 def _write(settings: Settings, out: Path, on_progress: Progress) -> Backup:
     make_folder(out.absolute().parent, _STEP)
     with staged(out.absolute().parent, _PART) as stage:
         stage.chmod(0o700)
         galleries = tuple(_save_galleries(settings, stage, on_progress))
-        bundles = []
-        for bundle_id, (folder, primary) in _bundles(settings).items():
+        primary = None if settings.bundle is None else Bundles(settings).primary()
+        bundles = known_bundles(settings.state, settings.bundle)
+        for bundle_id, (folder, _) in bundles.items():
             _copy_tree(folder, stage / "bundles" / bundle_id, on_progress)
-            bundles.append(SavedBundle(bundle_id=bundle_id, primary=primary))
         if settings.state is not None:
             _save_state(settings.state, stage / "state", on_progress)
         sums = {path: _digest(stage / path) for path in _listed(stage)}
@@ -166,7 +162,7 @@ def _write(settings: Settings, out: Path, on_progress: Progress) -> Backup:
             created_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
             kinlens=version("kinlens"),
             galleries=galleries,
-            bundles=tuple(bundles),
+            bundles=tuple(SavedBundle(bundle_id=one, primary=one == primary) for one in bundles),
             not_contained=tuple(_not_contained(settings)),
             damaged=tuple(path for path, digest in sums.items() if _is_damaged(path, digest)),
         )
@@ -309,7 +305,8 @@ def _save_state(state: Path, target: Path, on_progress: Progress) -> None:
         copy = target / file.relative_to(state)
         if file.suffix == ".sqlite":
             copy.parent.mkdir(parents=True, exist_ok=True)
-            _copy_database(file, copy)
+            with _database(file) as read, _database(copy, "rwc") as write:
+                read.backup(write)  # one state, although it may be in use
             on_progress(copy.stat().st_size)
         else:
             with contextlib.suppress(FileNotFoundError):  # it has just been removed
@@ -351,19 +348,6 @@ def _not_contained(settings: Settings) -> Iterator[str]:
             is_other = entry.is_dir() and not is_copied
             if is_other and not entry.name.startswith(".") and any(entry.iterdir()):
                 yield f"{entry}: files of jobs, which can be recreated"
-
-
-def _bundles(settings: Settings) -> dict[str, tuple[Path, bool]]:
-    """The folder of each bundle by its id, and whether the settings name it."""
-    primary = None if settings.bundle is None else Bundles(settings).primary()
-    known = known_bundles(settings.state, settings.bundle)
-    return {bundle_id: (folder, bundle_id == primary) for bundle_id, (folder, _) in known.items()}
-
-
-def _copy_database(source: Path, target: Path) -> None:
-    """Copy one state of a database that may be in use."""
-    with _database(source) as read, _database(target, "rwc") as write:
-        read.backup(write)
 
 
 def _check_database(file: Path) -> None:

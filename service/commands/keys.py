@@ -23,6 +23,7 @@ from kinlens.service.access.keys import (
 from kinlens.service.commands import options
 
 app = typer.Typer(no_args_is_help=True, help="Create, list, rotate and revoke API keys.")
+options.app.add_typer(app, name="keys")
 
 BY_COMMAND = "command line"
 """`by` in the audit log for changes by these commands, which need no key."""
@@ -125,6 +126,7 @@ def rotate(
     typer.echo(text)
 
 
+@options.app.command()
 @options.refusals()
 def audit(
     limit: Annotated[

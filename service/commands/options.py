@@ -1,4 +1,7 @@
-"""Options shared by several commands, and the settings that they produce."""
+"""The program kinlens-serve, options of several of its commands, and the settings they produce.
+
+The commands that need no part of the service are here and in `keys`; `program` adds the others.
+"""
 
 import contextlib
 import inspect
@@ -11,10 +14,15 @@ import typer
 from pydantic import ValidationError
 
 from kinlens.embedder.errors import KinlensError, StateError, disk_fault, is_disk_full
-from kinlens.embedder.programs.console import print_error
+from kinlens.embedder.programs.console import Commands, print_error
 from kinlens.embedder.programs.faults import fault_text, path_of
-from kinlens.service.commands.settings import PREFIX, variables
+from kinlens.service.commands.settings import EXAMPLE, PREFIX, settings, variables
 from kinlens.service.settings import Settings
+
+app = typer.Typer(
+    cls=Commands, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
+)
+app.command(epilog=EXAMPLE)(settings)
 
 State = Annotated[
     Path | None,

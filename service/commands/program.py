@@ -7,7 +7,7 @@ require_faiss("kinlens-serve")
 
 try:
     from kinlens.service.commands import backup, check, feedback, serve
-    from kinlens.service.commands.without_service import app
+    from kinlens.service.commands.options import app
 except ModuleNotFoundError as missing:
     raise SystemExit(missing_package("kinlens-serve", missing, "cpu", "gpu")) from None
 

@@ -274,7 +274,7 @@ class Sweeper:
             for tidy in self._tidy:
                 try:
                     tidy()
-                except KinlensError as error:  # the next sweep tries again
+                except (KinlensError, OSError) as error:  # the next sweep tries again
                     structlog.get_logger().warning(
                         "tidying failed", error=type(error).__name__, detail=str(error)
                     )

@@ -4,16 +4,14 @@ start, resume, cancel ──► the table ──► a thread that watches it ─
 """
 
 import contextlib
-import math
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -50,7 +48,6 @@ _MARK = "KINLENS_JOB_ID"  # the environment variable that identifies all process
 _SETTINGS = "KINLENS_"
 _POLL_S = 0.5  # other processes start and cancel jobs, too
 _LONGEST_WAIT_S = 60.0  # between two polls, if they fail
-_TIDY_S = 500.0
 _CLOSE_S = 3.0
 
 
@@ -73,10 +70,9 @@ class JobManager:
         self._stopped = threading.Event()
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="jobs", daemon=True)
-        self._tidying: Future[None] | None = None
 
     def open(self) -> None:
-        """Watch the jobs and remove old files in the background, until `close`."""
+        """Watch the jobs in the background, until `close`."""
         self._thread.start()
 
     def close(self) -> None:
@@ -89,6 +85,10 @@ class JobManager:
     def work(self, once: bool = False) -> None:
         """Watch the jobs in this thread; with `once`, until no job is queued or running."""
         self._watch(lambda: once and not self.store.active())
+
+    def tidy(self) -> None:
+        """Remove old files of jobs. Raises: what the function `tidy` raises."""
+        tidy(self._settings, self.store)
 
     def options(self) -> JobOptions:
         """The names that the parameters of jobs can have here."""
@@ -168,13 +168,9 @@ class JobManager:
     def _watch(self, is_over: Callable[[], bool] = lambda: False) -> None:
         """Poll the jobs until `is_over`; less often while polls fail."""
         wait_s = _POLL_S
-        tidy_at = -math.inf
         while not self._stopped.is_set() and not is_over():
             try:
                 self._poll()
-                if time.monotonic() >= tidy_at:
-                    tidy_at = time.monotonic() + _TIDY_S
-                    self._tidy()
                 wait_s = _POLL_S
             except Exception as error:
                 wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
@@ -183,17 +179,6 @@ class JobManager:
                 )
             self._wake.wait(wait_s)
             self._wake.clear()
-
-    def _tidy(self) -> None:
-        """Remove old files in another thread: a large gallery takes long, and jobs must run."""
-
-        def log_failure(tidying: Future[None]) -> None:
-            if error := tidying.exception():
-                structlog.get_logger().error("jobs cannot be tidied up", exc_info=error)
-
-        if self._tidying is None or self._tidying.done():
-            self._tidying = begin_in_thread(lambda: tidy(self._settings, self.store))
-            self._tidying.add_done_callback(log_failure)
 
     def _poll(self) -> None:
         """End cancelled and dead jobs, and start queued ones."""

@@ -21,7 +21,6 @@ from kinlens.service.api import (
     search,
 )
 from kinlens.service.api import galleries as gallery_routes
-from kinlens.service.encoding.cache import Cache
 from kinlens.service.encoding.workers import Workers
 from kinlens.service.galleries.locations import Opened
 from kinlens.service.http.bodies import BodyLimit
@@ -55,7 +54,6 @@ def create_app(
     settings: Settings | None = None,
     embedder: Embedder | None = None,
     galleries: Mapping[str, Opened] | None = None,
-    cache: Cache | None = None,
     workers: Workers | None = None,
 ) -> FastAPI:
     """Create the service as an ASGI app. Omitted parts are opened from the settings, and closed.
@@ -71,7 +69,7 @@ def create_app(
         settings = Settings()
         configure_logs(settings.log_level)
     tracing = open_tracing(settings.otlp_endpoint, __version__)
-    runtime = Runtime(settings, embedder, galleries, cache, workers)
+    runtime = Runtime(settings, embedder, galleries, workers)
     admission = Admission(settings, runtime.keys, runtime.audit, runtime.redis)
     app = FastAPI(
         title="Kinlens",

@@ -63,6 +63,7 @@ class Observer(Collector):
         self._threads = KeyedThreads(_AT_ONCE)
         self._jobs = jobs
         self._state = state
+        self._samples: list[Sample] = []
         self._families = _families([])
         self._recent = Recent(self._render)
         metrics.add(self, FAMILIES)
@@ -70,6 +71,10 @@ class Observer(Collector):
     def collect(self) -> Sequence[GaugeMetricFamily]:
         """The values of the last scrape."""
         return self._families
+
+    def refresh(self) -> None:
+        """Read what needs no disk again, in the event loop, which changes it."""
+        self._families = _families([*self._of_process(), *self._samples])
 
     async def render(self) -> bytes:
         """All metrics as text, at most one second old.
@@ -79,14 +84,14 @@ class Observer(Collector):
         return await self._recent.get()
 
     async def _render(self) -> bytes:
-        self._families = _families([*self._of_process(), *await self._read()])
+        self._samples = await self._read()
+        self.refresh()
         galleries = {*self._registry.names(), *self._registry.failures.verdicts()}
         render = partial(self._metrics.render, galleries)
         async with within(_RENDER_S, "Reading the metrics"):
             return await self._threads.run("render", render, None)
 
     def _of_process(self) -> Iterator[Sample]:
-        """The values that need no disk, read in the event loop, which changes them."""
         workers = self._models.workers()
         layers = (len(active_names(each.layers)) for each in workers)
         yield "kinlens_searches_in_flight", (), self._searching.in_flight

@@ -54,7 +54,6 @@ class Runtime:
         settings: Settings,
         embedder: Embedder | None = None,
         galleries: Mapping[str, Opened] | None = None,
-        cache: Cache | None = None,
         workers: Workers | None = None,
     ) -> None:
         """Open the omitted parts, check that all parts match, and connect them. With given
@@ -66,7 +65,7 @@ class Runtime:
         self.settings = settings
         self.metrics = Metrics()
         self.redis = open_redis(settings)
-        self.cache = cache or Cache(
+        self.cache = Cache(
             LruCache(settings.cache_max_entries, settings.cache_max_bytes), self.redis
         )
         self.cache.observe(self.metrics.observe_lookup)
@@ -261,7 +260,6 @@ def _create_pools(settings: Settings) -> dict[str, BoundedPool]:
     overdue_s = settings.request_timeout_ms / 1e3
     return {
         "body": BoundedPool("body", _BODY_READERS, settings.queue_size),
-        "lookup": BoundedPool("lookup", settings.search_threads, waiting),
         "write": BoundedPool(
             "write", _WRITERS, settings.queue_size, overdue_s, _WRITERS_PER_GALLERY
         ),

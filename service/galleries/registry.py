@@ -189,10 +189,6 @@ class Served:
                 f"was rebuilt and is at build {current[:VERSION_DIGITS]} now. Search again."
             )
 
-    def has_changed(self) -> bool:
-        """Whether the catalogue of a gallery in a folder has changed since the last call."""
-        return isinstance(self.whole, IndexedGallery) and self.whole.has_changed()
-
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
         """Hold this around work that reads the gallery: `refuse_if_hanging` needs its duration."""
@@ -523,7 +519,8 @@ class Registry:
         def look() -> None:
             for location in locations:
                 served = self._served.get(location.name)
-                has_changed = served is not None and served.has_changed()
+                gallery = None if served is None else served.whole
+                has_changed = isinstance(gallery, IndexedGallery) and gallery.has_changed()
                 looks.append((location, location.stamp(), has_changed))
 
         try:

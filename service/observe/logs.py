@@ -186,13 +186,9 @@ def _line(_: WrappedLogger, __: str, event: EventDict) -> str:
 
 
 class Repeats:
-    """Counts an event for reports at most once per `every_s`."""
+    """Counts an event for reports at most every `_REPORT_EVERY_S`."""
 
-    def __init__(
-        self, every_s: float = _REPORT_EVERY_S, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._every_s = every_s
-        self._clock = clock
+    def __init__(self) -> None:
         self._count = 0
         self._reported_at = -math.inf
 
@@ -202,8 +198,8 @@ class Repeats:
 
     def due(self) -> int:
         """The number of events since the last report, if a report is due; otherwise 0."""
-        now = self._clock()
-        if now - self._reported_at < self._every_s:
+        now = time.monotonic()
+        if now - self._reported_at < _REPORT_EVERY_S:
             return 0
         count, self._count = self._count, 0
         if count:

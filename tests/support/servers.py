@@ -222,7 +222,7 @@ class Running:
         return connection
 
     def metric(self, name: str, **labels: str) -> float:
-        self.runtime.metrics.refresh()
+        self.runtime.observer.refresh()
         value = self.runtime.metrics.registry.get_sample_value(name, labels)
         return 0.0 if value is None else value
 

@@ -281,14 +281,13 @@ class Registry:
         self._served: dict[str, Served] = {}  # in the order of the service
         self._listed: set[str] = set()  # names of the last look
         self._stamps: dict[str, Stamp] = {}  # of each CURRENT when it was last read
-        self._looking: dict[object, asyncio.Task[None]] = {}  # by the device
+        self._looking: set[asyncio.Task[None]] = set()
         self._reading: dict[str, asyncio.Task[None]] = {}
         self._closings: set[futures.Future[None]] = set()
         self._openers = DaemonThreads("gallery", _OPENERS, _LOCATION_S)
         self._calibrators = DaemonThreads("calibration", 1, _FIT_S)
         self._remote = asyncio.Semaphore(_REMOTE_READS)
-        self._looks = KeyedThreads(_CALLS)
-        self._descriptions = KeyedThreads(_CALLS)
+        self._threads = KeyedThreads(_CALLS)  # that list, look at and describe galleries
         self._watching: asyncio.Task[None] | None = None
         self._is_stopped = False
         try:
@@ -314,7 +313,7 @@ class Registry:
     async def stop(self) -> None:
         """Close every gallery that was opened here and stop the models, in a bounded time."""
         self._is_stopped = True  # so that galleries that are being opened now are closed again
-        watching = [*self._looking.values()]
+        watching = [*self._looking]
         if self._watching is not None:
             watching.append(self._watching)
         for task in watching:
@@ -392,7 +391,7 @@ class Registry:
                 with self.lease(name) as served:
                     work = partial(describe, served)
                     key = served.whole, served.scope  # shared by callers who see the same
-                    return [await self._descriptions.run(key, work, _LOCATION_S)]
+                    return [await self._threads.run(key, work, _LOCATION_S)]
             except GalleryNotFoundError:
                 pass  # it has just been deleted
             except (KinlensError, TimeoutError) as error:
@@ -493,7 +492,7 @@ class Registry:
 
     async def _look_at_all(self) -> None:
         """Begin to read each gallery that has changed or failed, and forget deleted ones."""
-        locations = await self._looks.run("list", self._locations.list_unread, _READ_S)
+        locations = await self._threads.run("list", self._locations.list_unread, _READ_S)
         self._listed = {location.name for location in locations}
         for name in (self._served.keys() | self.failures.verdicts().keys()) - self._listed:
             if name not in self._reading:
@@ -505,11 +504,11 @@ class Registry:
             else:
                 stamp = self._stamps.get(location.name)
                 devices[stamp[0] if stamp else location.name].append(location)
-        for device, own in devices.items():
-            if device not in self._looking:
-                self._looking[device] = asyncio.create_task(self._look_at(device, own))
-        if self._looking:  # a slow device does not keep the others waiting
-            await asyncio.wait(self._looking.values(), timeout=_LOCATION_S)
+        looking = [asyncio.create_task(self._look_at(*each)) for each in devices.items()]
+        self._looking.update(looking)
+        if looking:  # a slow device does not keep the others waiting
+            await asyncio.wait(looking, timeout=_LOCATION_S)
+        self._looking = {task for task in self._looking if not task.done()}
         await self._drop_models()
 
     async def _look_at(self, device: object, locations: Sequence[GalleryLocation]) -> None:
@@ -523,19 +522,15 @@ class Registry:
                 has_changed = isinstance(gallery, IndexedGallery) and gallery.has_changed()
                 looks.append((location, location.stamp(), has_changed))
 
+        if self._threads.is_running(device):
+            return  # it is slow or hangs, which has been reported
         try:
-            if self._looks.is_running(device):
-                return  # it hangs, which has been reported
-            looking = asyncio.create_task(self._looks.run(device, look, None))
-            seen = -1
-            while not looking.done():
-                if seen == len(looks):
-                    looking.cancel()  # its thread continues
+            while (seen := len(looks)) < len(locations):
+                with contextlib.suppress(TimeoutError):
+                    await self._threads.run(device, look, _LOCATION_S)
+                if len(looks) == seen:
                     self._report_late(locations[seen])
                     return
-                seen = len(looks)
-                await asyncio.wait((looking,), timeout=_LOCATION_S)
-            looking.result()
             for location, stamp, has_changed in looks:
                 self._begin_if_changed(location, stamp)
                 if has_changed:
@@ -544,8 +539,6 @@ class Registry:
         except Exception as error:
             # The boundary of the task: a disk that fails now may work at the next look.
             structlog.get_logger().error("galleries cannot be read", exc_info=error)
-        finally:
-            del self._looking[device]
 
     def _begin_if_changed(self, location: GalleryLocation, stamp: Stamp | None) -> None:
         name = location.name
@@ -599,20 +592,11 @@ class Registry:
             self.failures.add(location, error, verdict)
 
     def _read_generation(self, location: GalleryLocation) -> GalleryLocation:
-        """The location with its current generation; while Milvus does not answer, with the last
-        known one.
-        """
+        """The location with its current generation."""
         served = self._served.get(location.name)
-        if served is None or not isinstance(gallery := served.whole, MilvusStore):
-            return self._locations.read(location)
-        try:
-            current = gallery.current_generation()
-        except KinlensError as error:
-            structlog.get_logger().warning(
-                "gallery on Milvus cannot be read", gallery=location.name, detail=str(error)
-            )
-            current = gallery.generation
-        return replace(location, generation=current)
+        if served is not None and isinstance(gallery := served.whole, MilvusStore):
+            return replace(location, generation=gallery.current_generation())
+        return self._locations.read(location)
 
     async def _reload(self, location: GalleryLocation) -> None:
         """Open a gallery, and serve it if its model can search it."""

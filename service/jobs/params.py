@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, field_validator
 
@@ -31,6 +31,7 @@ from kinlens.indexer.galleries import current_manifest
 from kinlens.indexer.ingest.sync import MaxRemoved
 from kinlens.indexer.types import GALLERY_NAME
 from kinlens.models import BundleModel, JobKind, JobOptions
+from kinlens.quality.gate import LOSS_TEXT, Gate, Part
 from kinlens.service.access.keys import CALLER
 from kinlens.service.galleries.locations import (
     GalleryLocation,
@@ -49,15 +50,6 @@ _TABLES = ("optimizer", "sampling", "input", "loss", "regularizers", "model", "p
 _KEYS = ("seed", "recall_at", "data.train_fraction", "data.split_seed", "data.small_classes")
 _KEY = re.compile(r"[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)*")
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9 +:._-]{0,127}")
-
-ENOUGH = 50
-"""Number of queries to judge two models by, unless the gate has another one."""
-MIN_CLASSES = 6
-"""Number of classes that these must be of. If all of six get worse, this is chance in 1 of 32 cases
-(a sign test in both directions); of five it would be in 1 of 16."""
-
-Part = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
-_LOSS = "Largest accepted fall of recall@1."
 
 
 class Params(BaseModel):
@@ -136,21 +128,7 @@ class RebuildParams(ModelParams):
         pattern=r"^[0-9a-f]{12,64}$",
         description="Id of a bundle that the service knows, or its first 12 or more digits.",
     )
-    max_recall_loss: Part = Field(0.01, description=_LOSS)
-
-
-class Gate(BaseModel):
-    """The conditions for a new gallery to replace the old one; recalls are in [0, 1].
-
-    `min_queries`: with fewer images of classes that neither model was trained on, nothing is judged
-    and a person decides. 50 must be of at least 6 classes, fewer of proportionally fewer.
-    """
-
-    model_config = ConfigDict(extra="forbid")
-
-    max_recall_loss: Part = Field(0.0, description=_LOSS)
-    min_recall_at_1: Part | None = Field(None, description="Least accepted recall@1; null: any.")
-    min_queries: int = Field(ENOUGH, ge=0, le=1000)
+    max_recall_loss: Part = Field(0.01, description=LOSS_TEXT)
 
 
 class TrainParams(ModelParams):

@@ -4,7 +4,6 @@ with another model.
 
 import contextlib
 import json
-import math
 import shutil
 import time
 from collections.abc import Set
@@ -12,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.durable import make_folder, rename, staged, sync_tree
@@ -21,7 +20,6 @@ from kinlens.embedder.errors import GalleryError, JobConflictError, SourceError
 from kinlens.embedder.seen import Seen
 from kinlens.embedder.session import OnnxEmbedder, fitted
 from kinlens.embedder.sources.tables import class_in
-from kinlens.golden import Interval
 from kinlens.indexer.galleries import KEEP_REMOVED_S, copy_bytes, current_manifest
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.images import ANY_SIZE, read_image
@@ -37,7 +35,15 @@ from kinlens.indexer.ingest.sources import Record
 from kinlens.indexer.ingest.sync import MaxRemoved, SyncSettings, source_of, sync_source
 from kinlens.indexer.types import Item, Progress
 from kinlens.quality.calibrator import Calibrator
-from kinlens.quality.compare import Comparison, compare
+from kinlens.quality.compare import compare
+from kinlens.quality.gate import (
+    Gate,
+    Questions,
+    Verdict,
+    fair_questions,
+    judge,
+    seen_by_bundle,
+)
 from kinlens.quality.golden import GoldenSet
 from kinlens.quality.judging import (
     MIN_JUDGED,
@@ -48,11 +54,7 @@ from kinlens.quality.judging import (
     threshold_of,
 )
 from kinlens.service.galleries.uploads import UploadFolder
-from kinlens.service.jobs.fairness import Questions, fair_questions, seen_by_bundle
 from kinlens.service.jobs.params import (
-    ENOUGH,
-    MIN_CLASSES,
-    Gate,
     ModelParams,
     Params,
     Plan,
@@ -66,7 +68,6 @@ from kinlens.service.jobs.store import TOTAL, Job, JobFolders, JobStore
 _BUNDLE_DIGITS = 16  # of its id, in the name of its folder
 _REPORT_EVERY_S = 0.2
 _WORDS = {True: "good enough", False: "refused", None: "not judged"}
-_BY_HAND = "The new model is kept: look at the figures, then swap it in by hand or leave it."
 _SHOWN = 100  # failures in a report
 
 
@@ -146,20 +147,6 @@ def opened(bundle: Path, session: SessionSettings) -> OnnxEmbedder:
     if session.precision == "auto":
         session = replace(session, precision="fp32")
     return OnnxEmbedder.open(bundle, session, ANY_SIZE)
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """Whether a new gallery is good enough to replace the old one, and why.
-
-    `passed` is None if that cannot be judged, so that a person decides. `by` is the data that
-    decided: the items or the golden set. `note` describes the other data.
-    """
-
-    passed: bool | None
-    reason: str
-    by: Literal["items", "golden"] = "items"
-    note: str = ""
 
 
 def compact_gallery(context: Context) -> None:
@@ -423,48 +410,3 @@ def store_bundle(bundle: Path, bundles: Path) -> None:
         sync_tree(copy, "bundle")
         with contextlib.suppress(FileExistsError):  # another job stored the same bundle
             rename(copy, target, "bundle")
-
-
-def judge(found: Comparison, gate: Gate, questions: Questions) -> Verdict:
-    """Check the recalls of both galleries against the gate.
-
-    Nothing is judged with fewer than `gate.min_queries` queries or the classes that go with them.
-    """
-    old, new = found.old.recall_at_1, found.new.recall_at_1
-    asked = f"{found.judged:,} images of {found.classes:,} classes{questions.clause}"
-    least = gate.min_queries or bool(questions.clause)
-    fewest = math.ceil(MIN_CLASSES * min(least / ENOUGH, 1))
-    if not found.old.items:
-        return Verdict(True, "The gallery has no items to compare.")
-    if questions.unfair:
-        return Verdict(None, f"This cannot be judged: {questions.unfair}. {_BY_HAND}")
-    if found.judged < least or found.classes < fewest:
-        return Verdict(
-            None,
-            f"This cannot be judged: there are {asked}, and {least:d} images of {fewest} "
-            f"classes are needed. Fewer can be better or worse by chance. {_BY_HAND} Or start "
-            "again with a lower gate.min_queries, or with more products.",
-        )
-    if old is None or new is None:
-        return Verdict(
-            False,
-            f"Nothing can be judged: no two items have the same {found.class_attribute!r}. Choose "
-            "another class_attribute, or check the overlap and swap by hand.",
-        )
-    figures = (
-        f"recall@1 {new:.4f}{_between(found.new.recall_at_1_interval)}, before {old:.4f}"
-        f"{_between(found.old.recall_at_1_interval)}, a change of {new - old:+.4f}"
-        f"{_between(found.change_interval)}, on {asked}"
-    )
-    if old - new > gate.max_recall_loss + 1e-9:
-        return Verdict(
-            False,
-            f"{figures}: the loss is {old - new:.4f}, the gate allows {gate.max_recall_loss:.4f}.",
-        )
-    if gate.min_recall_at_1 is not None and new < gate.min_recall_at_1:
-        return Verdict(False, f"{figures}: the gate requires {gate.min_recall_at_1:.4f}.")
-    return Verdict(True, f"{figures}.")
-
-
-def _between(interval: Interval | None) -> str:
-    return "" if interval is None else f" ({interval[0]:.4f} to {interval[1]:.4f})"

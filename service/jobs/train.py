@@ -18,8 +18,8 @@ from kinlens.embedder.errors import GalleryError, ImageError, SourceError, State
 from kinlens.embedder.session import FASTER
 from kinlens.embedder.sources.tables import class_in
 from kinlens.indexer.gallery import Gallery
+from kinlens.quality.gate import class_name
 from kinlens.service.galleries.feedback import FeedbackStore
-from kinlens.service.jobs.fairness import class_name
 from kinlens.service.jobs.params import Plan, TrainParams, data_kind
 from kinlens.service.jobs.rebuild import Context, replace_model
 from kinlens.service.jobs.store import TOTAL

@@ -11,9 +11,7 @@ import pytest
 from kinlens.embedder.seen import Seen
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.types import Entry
-from kinlens.service.jobs.fairness import Questions, fair_questions
-from kinlens.service.jobs.params import Gate
-from kinlens.service.jobs.rebuild import Verdict, judge
+from kinlens.quality.gate import Gate, Questions, Verdict, fair_questions, judge
 from tests.support.seams import compare
 
 DIM = 24

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import TypeVar
@@ -18,7 +18,7 @@ from kinlens.service.access.keys import open_keys
 from kinlens.service.concurrency import BoundedPool, SearchThreads, in_thread, within
 from kinlens.service.encoding.cache import Cache, LruCache
 from kinlens.service.encoding.model import Backend, Model, Models
-from kinlens.service.encoding.sandbox import Layer, absences, holding
+from kinlens.service.encoding.sandbox import absences, holding
 from kinlens.service.encoding.workers import Workers
 from kinlens.service.galleries.bundles import Bundles
 from kinlens.service.galleries.feedback import open_feedback
@@ -92,7 +92,7 @@ class Runtime:
         )
         self.renditions = Renditions(settings, self.search_threads, self.models)
         self.missing_images = Repeats()
-        self.keys = open_keys(state)
+        self.keys = None if state is None else open_keys(state)
         self.audit = None if state is None else AuditLog(state)
         self.jobs = None if state is None else JobManager(settings)
         self.feedback = None if settings.feedback == "off" else open_feedback(settings)
@@ -158,14 +158,19 @@ class Runtime:
         if self.redis is not None:
             await self.redis.start()
         await self.registry.start(self.settings.reload_interval_ms / 1e3)
-        _log_sandbox(self.registry.model.workers.layers)
+        layers = self.registry.model.workers.layers
+        log, absent = structlog.get_logger(), absences(layers)
+        if absent:
+            log.warning("decoder sandbox", layers=holding(layers), absent=absent)
+        else:
+            log.info("decoder sandbox", layers=holding(layers))
         if self.sweeper is not None:
             self.sweeper.start()
         if self.jobs is not None:
             self.jobs.open()
         self.following.start()
         self.health.start()
-        structlog.get_logger().info(
+        log.info(
             "serving",
             bundle_id=self.registry.model.bundle_id,
             provider=self.registry.model.provider,
@@ -175,9 +180,9 @@ class Runtime:
             redis=self.cache.remote_state,
         )
         for warning in missing_image_roots(self.galleries):
-            structlog.get_logger().warning("image root is missing", detail=warning)
+            log.warning("image root is missing", detail=warning)
         for name, warning in self.hidden.items():
-            structlog.get_logger().warning("gallery is hidden", gallery=name, detail=warning)
+            log.warning("gallery is hidden", gallery=name, detail=warning)
 
     async def read(
         self,
@@ -245,14 +250,6 @@ def _watched(served: Served, limit_s: float, work: Callable[[], T]) -> T:
     served.refuse_if_hanging(limit_s)  # it may hang since this call was queued
     with served.reading():
         return work()
-
-
-def _log_sandbox(layers: Sequence[Layer]) -> None:
-    log, absent = structlog.get_logger(), absences(layers)
-    if absent:
-        log.warning("decoder sandbox", layers=holding(layers), absent=absent)
-    else:
-        log.info("decoder sandbox", layers=holding(layers))
 
 
 def _create_pools(settings: Settings) -> dict[str, BoundedPool]:

@@ -235,19 +235,19 @@ class KeyStore:
                 f"name = {name[:80]!r} is not a valid name; use up to 64 letters, digits, dots, "
                 "dashes and underscores, beginning with a letter or digit."
             )
-        granted: tuple[Scope, ...] = tuple(dict.fromkeys(scopes))
-        if not granted:
-            raise InvalidParameterError("A key needs at least one scope: search, write or admin.")
         secret = secrets.token_hex(_SECRET_BYTES)
         with self._changing() as known:
             if any(key.name == name and key.revoked_at is None for key in known):
                 raise InvalidParameterError(
                     f"A key {name!r} exists already. Revoke it first, or choose another name."
                 )
+            taken = {key.id for key in known}
+            while (identity := secrets.token_hex(_ID_BYTES)) in taken:
+                pass
             key = Key(
-                id=_new_id({key.id for key in known}),
+                id=identity,
                 name=name,
-                scopes=granted,
+                scopes=tuple(dict.fromkeys(scopes)),
                 digest=_digest(secret),
                 created_at=_now(),
                 expires_at=expires_at,
@@ -410,10 +410,8 @@ class FreshKeys:
         return {key.id: key for key in self._store.list()}, found
 
 
-def open_keys(state: Path | None) -> KeyStore | None:
-    """The key store in the folder `state`, or None without a folder. Raises: StateError."""
-    if state is None:
-        return None
+def open_keys(state: Path) -> KeyStore:
+    """The key store in the folder `state`. Raises: StateError."""
     store = KeyStore(state / KEYS_FILE)
     store.list()
     return store
@@ -423,12 +421,6 @@ def allowed(scopes: Iterable[Scope]) -> frozenset[Scope]:
     """These scopes and the ones they imply: admin implies write, write implies search."""
     ranks = [SCOPES.index(scope) for scope in scopes]
     return frozenset(SCOPES[: max(ranks) + 1] if ranks else ())
-
-
-def _new_id(taken: set[str]) -> str:
-    while (identity := secrets.token_hex(_ID_BYTES)) in taken:
-        pass
-    return identity
 
 
 def _matching(keys: Mapping[str, Key], text: str) -> Key | None:

@@ -108,22 +108,19 @@ class LocalCounts:
     def hit(self, rates: Sequence[Rate], kind: str, caller: str, charge: Charge) -> list[Debt]:
         """Count a charge against each rate."""
         now = self._clock_ns() // 1_000
-        self._sweep(now)
-        return [self._hit(rate, (kind, caller, rate), charge, now) for rate in rates]
-
-    def _hit(self, rate: Rate, key: tuple[str, str, Rate], charge: Charge, now: int) -> Debt:
-        owed = max(0, self._paid_at_us.get(key, 0) - now)
-        fits = owed + charge.must_fit * rate.interval_us <= rate.amount * rate.interval_us
-        if fits:
-            owed += charge.units * rate.interval_us
-            self._paid_at_us[key] = now + owed
-        return fits, owed
-
-    def _sweep(self, now: int) -> None:
-        """Remove callers without debt, once their number has doubled since the last sweep."""
-        if len(self._paid_at_us) > self._sweep_above:
+        if len(self._paid_at_us) > self._sweep_above:  # remove callers without debt
             self._paid_at_us = {k: at for k, at in self._paid_at_us.items() if at > now}
             self._sweep_above = max(_SWEEP_ABOVE, 2 * len(self._paid_at_us))
+        debts = []
+        for rate in rates:
+            key = kind, caller, rate
+            owed = max(0, self._paid_at_us.get(key, 0) - now)
+            fits = owed + charge.must_fit * rate.interval_us <= rate.amount * rate.interval_us
+            if fits:
+                owed += charge.units * rate.interval_us
+                self._paid_at_us[key] = now + owed
+            debts.append((fits, owed))
+        return debts
 
 
 class RateLimits:
@@ -153,23 +150,16 @@ class RateLimits:
         rates = self._rates.get(kind, ()) if rates is None else rates
         if not rates:
             return RateVerdict()
-        debts = await self._shared_hit(rates, kind, caller, charge)
+        debts = None
+        if self._shared is not None:
+            names = [f"{RATE_PREFIX}:{kind}:{caller}:{one.amount}/{one.period_s}" for one in rates]
+            numbers = [number for rate in rates for number in (rate.interval_us, rate.amount)]
+            debts = await self._shared.count(names, [*numbers, charge.units, charge.must_fit])
         if debts is None:
             debts = self._local.hit(rates, kind, caller, charge)
         verdicts = [_verdict(rate, *each) for rate, each in zip(rates, debts, strict=True)]
         # A refusal before anything else, then the rate that is closest to its limit.
         return min(verdicts, key=lambda v: (v.allowed, v.remaining, -v.retry_after_s))
-
-    async def _shared_hit(
-        self, rates: Sequence[Rate], kind: str, caller: str, charge: Charge
-    ) -> list[Debt] | None:
-        """Count a charge in Redis; None if it does not answer, or there is none."""
-        if self._shared is None:
-            return None
-        names = [f"{RATE_PREFIX}:{kind}:{caller}:{rate.amount}/{rate.period_s}" for rate in rates]
-        numbers = [number for rate in rates for number in (rate.interval_us, rate.amount)]
-        debts = await self._shared.count(names, [*numbers, charge.units, charge.must_fit])
-        return None if debts is None else [(bool(fits), owed) for fits, owed in debts]
 
 
 @dataclass(slots=True)
@@ -223,4 +213,4 @@ def _verdict(rate: Rate, fits: bool, owed_us: int) -> RateVerdict:
     most_us = (rate.amount - 1) * rate.interval_us
     wait_us = max(owed_us % rate.interval_us or rate.interval_us, owed_us - most_us)
     retry_s = max(1, math.ceil(wait_us / _US))
-    return RateVerdict(fits, rate.amount, remaining, retry_s, rate.period_s)
+    return RateVerdict(bool(fits), rate.amount, remaining, retry_s, rate.period_s)

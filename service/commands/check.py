@@ -168,8 +168,7 @@ def _state(folder: Path | None) -> str:
 
 
 def _keys(state: Path | None) -> str:
-    store = open_keys(state)
-    if store is not None and (active := store.active()):
+    if state is not None and (active := open_keys(state).active()):
         return f"{active} active"
     return (
         "no API key is active, so changes and jobs are refused; create one with kinlens-serve keys "
@@ -197,8 +196,8 @@ def exposures(settings: Settings) -> list[str]:
     is_open, folder = bool(settings.anonymous_scopes), settings.state
     bound_keys, others_may_write = 0, False
     with contextlib.suppress(StateError):  # which is a fault of `keys`
-        store, now = open_keys(folder), datetime.now(UTC)
-        for key in store.list() if store is not None else ():
+        now = datetime.now(UTC)
+        for key in () if folder is None else open_keys(folder).list():
             bound_keys += key.binding().is_bound and key.state(now) == "active"
     with contextlib.suppress(OSError):
         mode = 0 if folder is None else folder.stat().st_mode

@@ -12,13 +12,13 @@ from pydantic import ValidationError
 from kinlens.embedder.errors import StateMissingError
 from kinlens.service.access.audit import AuditLog, Change
 from kinlens.service.access.keys import (
-    KEYS_FILE,
     MAX_DAILY_UNITS,
     OVERLAP,
     SCOPES,
     Key,
     KeyStore,
     Limits,
+    open_keys,
 )
 from kinlens.service.commands import options
 
@@ -90,7 +90,7 @@ def list_keys(state: options.State = None) -> None:
     Exits with 1 if there are no keys.
     """
     now, folder = datetime.now(UTC), existing(state)
-    keys = _store(folder).list()
+    keys = open_keys(folder).list()
     if not keys:
         options.refuse(f"There are no keys in {folder}. Create one with kinlens-serve keys create.")
     columns = ("Name", "Scopes", "State", "Made", "Ends", "Galleries", "Filter", "Limits")
@@ -157,7 +157,7 @@ def audit(
 @contextlib.contextmanager
 def _changing(command: str, name: str, state: object) -> Iterator[KeyStore]:
     folder = _folder(state)
-    yield _store(folder)
+    yield open_keys(folder)
     AuditLog(folder).add(Change(f"keys {command}", BY_COMMAND, 200, target=name, affected=1))
 
 
@@ -176,12 +176,6 @@ def existing(state: object) -> Path:
     if not folder.is_dir():
         raise StateMissingError(f"{folder} is not a state folder: there is no such folder.")
     return folder
-
-
-def _store(folder: Path) -> KeyStore:
-    store = KeyStore(folder / KEYS_FILE)
-    store.list()  # raises for a bad folder before any file is created
-    return store
 
 
 def _row(key: Key, now: datetime) -> tuple[str, ...]:

@@ -1,21 +1,97 @@
-"""The commands of kinlens-serve: serve, check a setup, manage keys, jobs, audit and backups."""
+"""The commands of kinlens-serve: serve, check a setup, manage keys, jobs, audit and backups.
 
-from kinlens.embedder.machine import require_faiss
+Without a command it serves a bundle and its galleries.
+"""
+
+from kinlens.embedder.machine import print_version, require_faiss
 from kinlens.installs import missing_package
 
 require_faiss("kinlens-serve")
 
 try:
-    from kinlens.service.commands import backup, check, feedback, serve
+    from typing import Annotated, Any
+
+    import typer
+
+    from kinlens.service.app import create_app
+    from kinlens.service.commands import backup, check, feedback, options
     from kinlens.service.commands.options import app
+    from kinlens.service.commands.settings import unknown_variables
+    from kinlens.service.http.server import listen, serve_on, url_of
+    from kinlens.service.jobs.manager import JobManager
+    from kinlens.service.observe.logs import configure_logs
+    from kinlens.service.runtime import missing_image_roots
 except ModuleNotFoundError as missing:
     raise SystemExit(missing_package("kinlens-serve", missing, "cpu", "gpu")) from None
 
 _EXAMPLE = "Example: kinlens-serve --bundle bundles/shop --gallery shop=galleries/shop"
 
-app.callback(invoke_without_command=True, epilog=_EXAMPLE)(serve.serve)
+
+@app.callback(invoke_without_command=True, epilog=_EXAMPLE)
+@options.refusals()
+@options.with_shared
+def serve(
+    context: typer.Context,
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+    **given: Any,
+) -> None:
+    """Serve a model bundle and its galleries over HTTP, with a search page.
+
+    Every setting can also be set in the environment as KINLENS_NAME; options take precedence.
+    kinlens-serve settings lists all.
+    """
+    command = context.invoked_subcommand
+    if command is not None:
+        if any(value not in (None, []) for value in given.values()):
+            options.refuse(f"Write the options after the command: kinlens-serve {command} ...")
+        return
+    settings = options.read_settings(**given)
+    configure_logs(settings.log_level)
+    options.make_state(settings.state)
+    _warn(unknown_variables())
+    service = create_app(settings)
+    listener = listen(settings.host, settings.port)
+
+    def announce() -> None:
+        typer.echo(f"Kinlens is at {url_of(listener)} (Ctrl-C ends it)")
+        runtime = service.state.runtime
+        _warn([*missing_image_roots(runtime.galleries), *runtime.hidden.values()])
+        _warn(check.exposures(settings))
+
+    serve_on(service, listener, settings, announce)
+
+
+def _warn(texts: list[str]) -> None:
+    for text in texts:
+        typer.echo(f"Warning: {text}")
+
+
+@app.command()
+@options.refusals()
+def work(
+    state: options.State = None,
+    once: Annotated[bool, typer.Option("--once", help="Exit when no job is queued.")] = False,
+    log_level: options.LogLevel = None,
+) -> None:
+    """Run the queued jobs of the state folder until Ctrl-C.
+
+    Only one rebuild or training job runs at a time; jobs of other kinds on other galleries run in
+    parallel.
+
+    The service that shares the folder must run with KINLENS_JOBS=elsewhere.
+    """
+    settings = options.read_settings(state=state, log_level=log_level)
+    configure_logs(settings.log_level)
+    options.make_state(settings.state)
+    JobManager(settings.model_copy(update={"jobs": "here"})).work(once)
+
+
 app.command()(check.check)
-app.command()(serve.work)
 app.command(epilog=backup.BACKUP_EXAMPLE)(backup.backup)
 app.command(epilog=backup.RESTORE_EXAMPLE)(backup.restore)
 app.add_typer(feedback.app, name="feedback")

@@ -147,7 +147,10 @@ class Locations:
         """
         folder = None if self._managed is None else stamp(str(self._managed))
         if folder != self._listed_at or not is_settled(folder):
-            names = dict.fromkeys([*self._named, *self._managed_names()])
+            managed: list[str] = []
+            if self._managed is not None and self._managed.is_dir():
+                managed = sorted(path.name for path in self._managed.iterdir())
+            names = dict.fromkeys([*self._named, *managed])
             self._listed = [found for name in names if (found := self.find(name)) is not None]
             self._listed_at = folder
         return self._listed
@@ -184,11 +187,6 @@ class Locations:
             for name, location in self._named.items()
             if location.given is None and _is_elsewhere(location, self._managed / name)
         }
-
-    def _managed_names(self) -> list[str]:
-        if self._managed is None or not self._managed.is_dir():
-            return []
-        return sorted(path.name for path in self._managed.iterdir() if is_name(path.name))
 
 
 def open_gallery(

@@ -11,11 +11,10 @@ from kinlens.embedder.errors import (
     ImageCostError,
     ImageError,
     ItemNotFoundError,
-    OverloadedError,
 )
 from kinlens.embedder.preprocess import MAX_SIDE_PX
 from kinlens.indexer.images import ANY_SIZE
-from kinlens.service.concurrency import SearchThreads, SingleFlight, within
+from kinlens.service.concurrency import BoundedPool, SearchThreads, SingleFlight, within
 from kinlens.service.encoding.cache import LruCache
 from kinlens.service.encoding.model import Models
 from kinlens.service.settings import Settings
@@ -41,8 +40,7 @@ class Renditions:
         self._limits = replace(settings.image_limits(), max_bytes=ANY_SIZE.max_bytes)
         at_once = max(1, settings.search_threads // 2)
         self._slots = asyncio.Semaphore(at_once)
-        self._max_calls = at_once + settings.waiting_files()
-        self._calls = 0
+        self._permits = BoundedPool("rendering", at_once, settings.waiting_files())
         self._limit_s = settings.request_timeout_ms / 1e3
         self._cache = LruCache(_CACHED, _CACHED_BYTES)
         self._costly: dict[str, float] = {}  # until when each is refused, to spare the processes
@@ -67,18 +65,13 @@ class Renditions:
             return await self._flights.run(key, lambda: self._render(key, read, side_px))
 
     async def _render(self, key: str, read: Callable[[], Awaitable[bytes]], side_px: int) -> bytes:
-        if self._calls >= self._max_calls:
-            raise OverloadedError(
-                f"{self._calls} images are being rendered, which is the limit. "
-                "Try again in a second."
-            )
-        self._calls += 1
         try:
-            async with self._slots:
-                data = await read()
-                workers = self._models.workers()[0]
-                to_jpeg = partial(workers.render, data, self._limits, side_px)
-                jpeg = await self._search_threads.run(to_jpeg, bulk=True)
+            with self._permits.permit():
+                async with self._slots:
+                    data = await read()
+                    workers = self._models.workers()[0]
+                    to_jpeg = partial(workers.render, data, self._limits, side_px)
+                    jpeg = await self._search_threads.run(to_jpeg, bulk=True)
         except ImageCostError as error:
             now = time.monotonic()
             self._costly = {name: until for name, until in self._costly.items() if until > now}
@@ -86,8 +79,6 @@ class Renditions:
             raise _too_costly() from error
         except ImageError as error:
             raise ItemNotFoundError(f"The image of this item cannot be shown: {error}") from error
-        finally:
-            self._calls -= 1
         self._cache.set(key, jpeg)
         return jpeg
 

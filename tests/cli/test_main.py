@@ -116,7 +116,7 @@ def places(
 )
 def test_what_cannot_be_served_is_named(words, expected, places, monkeypatch) -> None:
     # The loggers of this process stay; the starts below test the real ones.
-    monkeypatch.setattr("kinlens.service.commands.serve.configure_logs", lambda *given: None)
+    monkeypatch.setattr("kinlens.service.commands.program.configure_logs", lambda *given: None)
 
     def placed(text: str) -> str:
         return re.sub(r"\b[A-Z]{3,}\b", lambda found: str(places.get(found[0], found[0])), text)

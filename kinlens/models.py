@@ -682,11 +682,9 @@ class NewKey(BaseModel):
     key: KeyModel
 
 
-class AuditEntry(BaseModel):
-    """A change, or an attempt that was refused with 403."""
+class Change(BaseModel):
+    """A change, or an attempt that was refused with 403, for the audit log."""
 
-    number: int
-    time: datetime
     action: Annotated[str, Field(description="Method and path template, or a command.")]
     by: Annotated[str, Field(description="Name of the key, `anonymous` or `command line`.")]
     status: Annotated[int, Field(description="HTTP status; 0 if no response was sent.")]
@@ -700,6 +698,13 @@ class AuditEntry(BaseModel):
         int | None, Field(description="Number of items, queries or keys that were changed.")
     ] = None
     request_id: str | None = None
+
+
+class AuditEntry(Change):
+    """A change, or an attempt that was refused with 403."""
+
+    number: int
+    time: datetime
 
 
 class Audit(BaseModel):

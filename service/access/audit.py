@@ -13,7 +13,6 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator, MutableMapping
-from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
@@ -24,7 +23,7 @@ from pydantic import ValidationError
 
 from kinlens.embedder.durable import exclusive, make_folder
 from kinlens.embedder.errors import StateError
-from kinlens.models import AuditEntry
+from kinlens.models import AuditEntry, Change
 
 AUDIT_FILE = "audit.jsonl"
 KEPT_FILES = 8
@@ -36,30 +35,6 @@ FILE_BYTES = 8 * 2**20
 _STEP = "audit"
 _SHOWN = 80
 _TAIL_BYTES = 4_096  # longer than any line, since texts are truncated
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """One change, or an attempt that was refused.
-
-    Attributes:
-        action: method and path template, or the command.
-        by: the name of the key, `anonymous` or `command line`.
-        key_id: the public id of the key.
-        client: the address of the client, as in the request log.
-        target: the changed object, such as the name of a key or the id of a job.
-        affected: the number of changed items, keys or queries; None if unknown.
-    """
-
-    action: str
-    by: str
-    status: int
-    key_id: str | None = None
-    client: str | None = None
-    gallery: str | None = None
-    target: str | None = None
-    affected: int | None = None
-    request_id: str | None = None
 
 
 def note(
@@ -157,8 +132,7 @@ def _cut(change: Change) -> dict[str, Any]:
     """The fields of a change with all texts truncated, since clients choose some of them."""
     return {
         name: value[:_SHOWN] if isinstance(value, str) else value
-        for name, value in asdict(change).items()
-        if value is not None
+        for name, value in change.model_dump(exclude_none=True).items()
     }
 
 

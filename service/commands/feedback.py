@@ -7,9 +7,8 @@ from typing import Annotated
 import typer
 
 from kinlens.embedder.errors import InvalidParameterError
-from kinlens.service.access.audit import AuditLog, Change
 from kinlens.service.commands import options
-from kinlens.service.commands.keys import BY_COMMAND, existing
+from kinlens.service.commands.keys import existing, note
 from kinlens.service.galleries.feedback import ACTIONS, FeedbackStore, open_feedback
 
 app = typer.Typer(no_args_is_help=True, help="Feedback of users on answers: export, show, clear.")
@@ -64,8 +63,7 @@ def clear(gallery: Named = None, state: options.State = None) -> None:
     with contextlib.closing(open_feedback(settings)) as store:
         forgotten = store.clear(gallery)
     assert settings.state is not None
-    change = Change("feedback clear", BY_COMMAND, 200, gallery=gallery, affected=forgotten)
-    AuditLog(settings.state).add(change)
+    note(settings.state, "feedback clear", gallery=gallery, affected=forgotten)
     typer.echo(f"Deleted {forgotten:,} feedbacks.")
 
 

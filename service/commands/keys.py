@@ -4,13 +4,14 @@ import contextlib
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from pydantic import ValidationError
 
 from kinlens.embedder.errors import StateMissingError
-from kinlens.service.access.audit import AuditLog, Change
+from kinlens.models import Change
+from kinlens.service.access.audit import AuditLog
 from kinlens.service.access.keys import (
     MAX_DAILY_UNITS,
     OVERLAP,
@@ -24,9 +25,6 @@ from kinlens.service.commands import options
 
 app = typer.Typer(no_args_is_help=True, help="Create, list, rotate and revoke API keys.")
 options.app.add_typer(app, name="keys")
-
-BY_COMMAND = "command line"
-"""`by` in the audit log for changes by these commands, which need no key."""
 
 _HOUR = timedelta(hours=1)
 _MAX_SHOWN = 1_000_000
@@ -158,7 +156,12 @@ def audit(
 def _changing(command: str, name: str, state: object) -> Iterator[KeyStore]:
     folder = _folder(state)
     yield open_keys(folder)
-    AuditLog(folder).add(Change(f"keys {command}", BY_COMMAND, 200, target=name, affected=1))
+    note(folder, f"keys {command}", target=name, affected=1)
+
+
+def note(state: Path, action: str, **fields: Any) -> None:
+    """Write a change by a command, which needs no key, to the audit log."""
+    AuditLog(state).add(Change(action=action, by="command line", status=200, **fields))
 
 
 def _folder(state: object) -> Path:

@@ -29,7 +29,7 @@ from kinlens import models
 from kinlens.embedder import errors
 from kinlens.embedder.errors import AccessError, KeyMissingError, KinlensError, StateError
 from kinlens.service.access import keys, links
-from kinlens.service.access.audit import AuditLog, Change, warn
+from kinlens.service.access.audit import AuditLog, warn
 from kinlens.service.access.keys import CALLER, EVERYTHING, FreshKeys, KeyStore
 from kinlens.service.access.rates import Account, RateLimits, parse_rates
 from kinlens.service.concurrency import BoundedPool
@@ -243,7 +243,7 @@ class Admission:
         state, key = request.scope["state"], request.scope["state"].get("key")
         is_of_gallery = route.path.startswith("/galleries/{name}")
         named = {"gallery": request.path_params["name"]} if is_of_gallery else {}
-        change = Change(
+        change = models.Change(
             action=f"{request.method} {route.path}",
             by=state.get("principal", ANONYMOUS),
             status=status,

@@ -22,8 +22,9 @@ from kinlens.indexer.ingest.embed import EmbedSettings
 from kinlens.indexer.ingest.rebuild import adopt
 from kinlens.indexer.live.backup import write_backup
 from kinlens.indexer.types import GalleryExport
+from kinlens.models import Change
 from kinlens.quality.compare import compare
-from kinlens.service.access.audit import AuditLog, Change
+from kinlens.service.access.audit import AuditLog
 from kinlens.service.access.keys import FreshKeys, KeyStore, Limits
 from kinlens.service.access.rates import (
     FIRST,

@@ -145,7 +145,7 @@ def test_a_full_disk_loses_no_change_and_logs_its_line_elsewhere(shop, monkeypat
 def test_pages_are_read_newest_first_across_rotated_files(tmp_path) -> None:
     log = AuditLog(tmp_path, file_bytes=2_000, kept_files=4)
     for number in range(1, 201):
-        log.add(Change(f"action {number}", "feed", 200))
+        log.add(Change(action=f"action {number}", by="feed", status=200))
     files = sorted(path.name for path in tmp_path.glob("audit.jsonl*"))
     assert files == ["audit.jsonl", "audit.jsonl.1", "audit.jsonl.2", "audit.jsonl.3"]
     assert sum(path.stat().st_size for path in tmp_path.glob("audit.jsonl*")) < 9_000
@@ -158,8 +158,8 @@ def test_pages_are_read_newest_first_across_rotated_files(tmp_path) -> None:
 
 def test_a_truncated_line_costs_no_other_line(tmp_path) -> None:
     log = AuditLog(tmp_path)
-    log.add(Change("first", "feed", 200))
+    log.add(Change(action="first", by="feed", status=200))
     with log.path.open("ab") as file:
         file.write(b'{"number": 2, "time": "20')
-    log.add(Change("second", "feed", 200))
+    log.add(Change(action="second", by="feed", status=200))
     assert [entry.action for entry in log.newest(10)] == ["second", "first"]

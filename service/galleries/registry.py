@@ -592,11 +592,20 @@ class Registry:
             self.failures.add(location, error, verdict)
 
     def _read_generation(self, location: GalleryLocation) -> GalleryLocation:
-        """The location with its current generation."""
+        """The location with its current generation; while Milvus does not answer, with the last
+        known one.
+        """
         served = self._served.get(location.name)
-        if served is not None and isinstance(gallery := served.whole, MilvusStore):
-            return replace(location, generation=gallery.current_generation())
-        return self._locations.read(location)
+        if served is None or not isinstance(gallery := served.whole, MilvusStore):
+            return self._locations.read(location)
+        try:
+            current = gallery.current_generation()
+        except KinlensError as error:
+            structlog.get_logger().warning(
+                "gallery on Milvus cannot be read", gallery=location.name, detail=str(error)
+            )
+            current = gallery.generation
+        return replace(location, generation=current)
 
     async def _reload(self, location: GalleryLocation) -> None:
         """Open a gallery, and serve it if its model can search it."""

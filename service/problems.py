@@ -116,14 +116,6 @@ PROBLEM_TYPES: dict[
 }
 
 
-def problem_type_of(error: BaseException) -> ProblemType:
-    """The entry of `PROBLEM_TYPES` for an error: that of its class or its nearest parent."""
-    for cls in type(error).__mro__:
-        if cls in PROBLEM_TYPES:
-            return PROBLEM_TYPES[cls]
-    return INTERNAL
-
-
 def problem(
     kind: ProblemType,
     detail: str,
@@ -196,7 +188,7 @@ def _details_of(error: Exception) -> tuple[ProblemType, str, list[dict[str, str]
         phrase = HTTPStatus(error.status_code).phrase
         slug = phrase.lower().replace(" ", "-")
         return ProblemType(error.status_code, phrase, slug), str(error.detail), []
-    kind = problem_type_of(error)
+    kind = next((PROBLEM_TYPES[of] for of in type(error).__mro__ if of in PROBLEM_TYPES), INTERNAL)
     if kind.public:
         return kind, str(error), []
     if errors.is_disk_full(error):

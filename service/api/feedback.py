@@ -77,7 +77,7 @@ async def feedback(runtime: Service, request: Request) -> None:
             f"Gallery {question.gallery} has no item {sent.item[:200]!r}. Send the key of an item "
             "of the answer; it may have been removed since."
         )
-    stored_image = b"" if image is None else await _stored_image(runtime, store, question, image)
+    stored_image = b"" if image is None else await _stored_image(runtime, question, image)
     if await _in_state(runtime, lambda: store.add(question, sent.item, sent.action, stored_image)):
         runtime.metrics.feedback.labels(sent.action).inc()
 
@@ -150,10 +150,8 @@ async def _read(request: Request) -> tuple[FeedbackModel, bytes | None]:
     return read() if len(body) <= bodies.INLINE_BYTES else await bodies.off_loop(request, read)
 
 
-async def _stored_image(
-    runtime: Runtime, store: FeedbackStore, question: Question, image: bytes
-) -> bytes:
-    """The small JPEG to store for a query image, or b"" if it is stored already.
+async def _stored_image(runtime: Runtime, question: Question, image: bytes) -> bytes:
+    """The small JPEG to store for a query image.
 
     Raises: RequestValidationError, ItemNotFoundError, OverloadedError.
     """
@@ -169,5 +167,4 @@ async def _stored_image(
     async def given() -> bytes:
         return image
 
-    is_kept = await _in_state(runtime, lambda: store.has_image(question))
-    return b"" if is_kept else await runtime.renditions.get(f"feedback-{digest}", given, IMAGE_PX)
+    return await runtime.renditions.get(f"feedback-{digest}", given, IMAGE_PX)

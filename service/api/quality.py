@@ -6,7 +6,6 @@ little.
 """
 
 import hashlib
-from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path as FilePath
@@ -19,7 +18,6 @@ from kinlens.embedder.errors import ImageError, InvalidParameterError, KinlensEr
 from kinlens.golden import GoldenQueries, GoldenQuery, GoldenRun, GoldenRuns, Label
 from kinlens.indexer.checks.duplicates import (
     Member,
-    NearDuplicates,
     clusters_of,
     find_duplicates,
     members_of,
@@ -231,7 +229,14 @@ async def duplicates(
                 items=sum(map(len, near.groups)),
                 offset=offset,
                 warning=near.warning,
-                crowds=list(_clusters(name, gallery, near)),
+                crowds=[
+                    NearCrowd(
+                        items=cluster.items,
+                        examples=[item_model(name, gallery, item) for item in cluster.examples],
+                        detail=cluster.detail,
+                    )
+                    for cluster in clusters_of(gallery, near)
+                ],
                 groups=[
                     [_item(name, gallery, one) for one in group]
                     for group in members_of(gallery, page)
@@ -327,12 +332,6 @@ def _comparable(served: Served) -> Gallery:
             "machine of the service."
         )
     return gallery
-
-
-def _clusters(name: str, gallery: Gallery, near: NearDuplicates) -> Iterator[NearCrowd]:
-    for cluster in clusters_of(gallery, near):
-        examples = [item_model(name, gallery, item) for item in cluster.examples]
-        yield NearCrowd(items=cluster.items, examples=examples, detail=cluster.detail)
 
 
 def _item(name: str, gallery: Gallery, member: Member) -> NearItem:

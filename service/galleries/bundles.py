@@ -16,7 +16,7 @@ from kinlens.service.concurrency import begin_in_thread
 from kinlens.service.encoding.fork_server import ForkServer
 from kinlens.service.encoding.model import Backend
 from kinlens.service.encoding.workers import Workers
-from kinlens.service.galleries.locations import Locations, id_of, known_bundles, session_of
+from kinlens.service.galleries.locations import Locations, known_bundles, manifest_of, session_of
 from kinlens.service.settings import Settings
 
 
@@ -49,7 +49,8 @@ class Bundles:
             raise BundleNotFoundError(
                 "No model bundle was given. Set its folder with --bundle or KINLENS_BUNDLE."
             )
-        return id_of(self._primary) or Bundle.open(self._primary).bundle_id
+        known = manifest_of(self._primary).get("bundle_id")
+        return known or Bundle.open(self._primary).bundle_id
 
     def begin(self) -> None:
         """Start the primary bundle while the galleries are opened, unless these decide its mode."""

@@ -133,10 +133,6 @@ class FeedbackStore:
             )
         return Question(*json.loads(payload))
 
-    def has_image(self, question: Question) -> bool:
-        """Whether the query image of a question is stored."""
-        return self._file(question).is_file()
-
     def add(self, question: Question, item: str, action: Action, image: bytes = b"") -> bool:
         """Store one feedback, and the query image if given; False if the same feedback is already
         stored. It survives a crash of the process; a power failure may lose the last rows.
@@ -159,10 +155,11 @@ class FeedbackStore:
                 sql = "SELECT 1 FROM feedback WHERE picture = ? LIMIT 1"
                 if connection.execute(sql, (name,)).fetchone() is None:
                     (self._images / f"{name}.jpg").unlink(missing_ok=True)
-            if image and not self.has_image(question):  # `tidy` waits for this transaction
-                write_whole(self._file(question), image, _STEP)
+            file = self._images / f"{question.image}.jpg"
+            if image and not file.is_file():  # `tidy` waits for this transaction
+                write_whole(file, image, _STEP)
                 midnight = datetime(today.year, today.month, today.day, tzinfo=UTC).timestamp()
-                os.utime(self._file(question), (midnight, midnight))
+                os.utime(file, (midnight, midnight))
         return is_new
 
     def pairs(self, gallery: str, names: Mapping[str, str] | None = None) -> list[Pair]:
@@ -267,9 +264,6 @@ class FeedbackStore:
         for file in self._images.iterdir():
             if file.stem not in named:  # also files of interrupted writes
                 file.unlink(missing_ok=True)
-
-    def _file(self, question: Question) -> Path:
-        return self._images / f"{question.image}.jpg"
 
     def _mac(self, payload: bytes) -> bytes:
         return hmac.digest(self._secret, payload, "sha256")[:_MAC_BYTES]

@@ -302,8 +302,3 @@ def manifest_of(folder: Path) -> dict[str, str]:
         return {}
     found = content if isinstance(content, dict) else {}
     return {name: value for name, value in found.items() if isinstance(value, str)}
-
-
-def id_of(folder: Path) -> str | None:
-    """The bundle id in the manifest of a folder, unchecked; None if there is no such manifest."""
-    return manifest_of(folder).get("bundle_id")

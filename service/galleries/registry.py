@@ -235,12 +235,11 @@ async def change(
     pool: BoundedPool, served: Served, work: Callable[[], T], limit_s: float, *, bulk: bool = False
 ) -> T:
     """Run `work`, a change of the gallery `served`, in a thread of `pool`. It keeps its own lease,
-    since it continues after the limit.
+    since it continues after the limit; the caller has one, too.
 
     Raises: DeadlineExceededError after `limit_s`, OverloadedError, any error of `work`.
     """
-    if not served.acquire():
-        raise OverloadedError("The gallery has just been replaced. Try again in a second.")
+    served.acquire()
     cure = "It may still be made: read the items before you send it again."
     subject = f"Gallery {served.name}"
     async with within(limit_s, f"The change of gallery {served.name}", cure):

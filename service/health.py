@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import structlog
@@ -14,7 +14,7 @@ from kinlens.embedder.types import SHORT
 from kinlens.indexer.galleries import gpu_memory
 from kinlens.indexer.gallery import Gallery as IndexedGallery
 from kinlens.indexer.types import IndexLocation
-from kinlens.service.access.keys import Binding
+from kinlens.service.access.keys import EVERYTHING, Binding
 from kinlens.service.concurrency import KeyedThreads, Recent
 from kinlens.service.encoding.model import Model, Models
 from kinlens.service.galleries.registry import Registry, Served, probe
@@ -24,7 +24,7 @@ _MODELS_S = 15.0
 _AT_ONCE = 16
 _MIN_COSINE = 0.999
 _UNKNOWN = "unknown"
-_OK = "ok"
+OK = "ok"
 _REMOVED = "removed"
 _NO_WORKER = "no worker process runs; they are started again, and the log has the cause"
 
@@ -39,62 +39,6 @@ class Verdict:
     checked_at: float = field(default_factory=time.monotonic)
 
 
-@dataclass(frozen=True, slots=True)
-class Readiness:
-    """The result of the readiness checks.
-
-    `ready` requires all models and, if there are galleries, at least one of them.
-
-    Attributes:
-        models: `ok` or the fault of each model.
-        galleries: the last check of each gallery.
-        reloads: the fault of each generation that cannot be opened; the old one may be served.
-        free_gpu_memory_mb: free memory of the GPU; None without one.
-        last_error: the last faults, even if they are fixed.
-        is_draining: whether the service is shutting down; then it is not ready.
-    """
-
-    ready: bool
-    models: dict[str, str]
-    galleries: dict[str, Verdict]
-    reloads: dict[str, str]
-    last_error: str | None
-    free_gpu_memory_mb: float | None = None
-    is_draining: bool = False
-
-    @property
-    def checks(self) -> dict[str, str]:
-        """`ok` or the fault of each check."""
-        return {
-            **self.models,
-            **{f"gallery {name}": verdict.text for name, verdict in self.galleries.items()},
-            **{f"reload {name}": fault for name, fault in self.reloads.items()},
-            **({"service": "shutting down"} if self.is_draining else {}),
-        }
-
-    def seen_by(self, binding: Binding) -> "Readiness":
-        """The part that a caller with this binding can see."""
-        if not binding.is_bound:
-            return self
-        galleries = {
-            name: verdict if binding.where is None else replace(verdict, index=None)
-            for name, verdict in self.galleries.items()
-            if binding.permits(name)
-        }
-        reloads = {name: fault for name, fault in self.reloads.items() if binding.permits(name)}
-        return replace(self, galleries=galleries, reloads=reloads, last_error=None)
-
-    def of_gallery(self, name: str) -> bool:
-        """Whether one gallery can be searched. Raises: GalleryNotFoundError."""
-        if name not in self.galleries and name not in self.reloads:
-            raise GalleryNotFoundError(
-                f"gallery = {name[:SHORT]!r} is unknown. Existing galleries: "
-                f"{', '.join(self.galleries) or 'none'}."
-            )
-        is_searched = name in self.galleries and self.galleries[name].text == _OK
-        return is_searched and not self.is_draining
-
-
 class Health:
     """Runs the checks on a timer, so metrics are right without a caller of `/ready`; and on demand,
     at most once a second.
@@ -102,6 +46,13 @@ class Health:
     Each run checks up to `_AT_ONCE` galleries, those first that were checked longest ago, so the
     cost does not grow with their number. A model, which was checked when it started, is checked by
     the timer every `_MODELS_S` seconds.
+
+    Attributes:
+        passed: whether all models and, if there are galleries, at least one of them passed.
+        is_draining: whether the service is shutting down; then it is not ready.
+        verdicts: the last check of each gallery.
+        last_error: the last faults, even if they are fixed.
+        free_gpu_memory_mb: free memory of the GPU; None without one.
     """
 
     def __init__(
@@ -111,15 +62,16 @@ class Health:
         self.passed = False
         self.has_started = False
         self.is_draining = False
+        self.verdicts: dict[str, Verdict] = {}
+        self.last_error: str | None = None
+        self.free_gpu_memory_mb: float | None = None
         self._registry = registry
         self._models = models
         self._threads = KeyedThreads(_AT_ONCE)
         self._timeout_s = timeout_s
         self._is_on_gpu = is_on_gpu
-        self._last_error: str | None = None
         self._faults: dict[str, str] = {}
         self._of_models: dict[Model, str] = {}
-        self._of_galleries: dict[str, Verdict] = {}
         self._models_at = time.monotonic()
         self._recent = Recent(self._check_all)
         self._checking: asyncio.Task[None] | None = None
@@ -139,18 +91,29 @@ class Health:
     def galleries(self) -> Mapping[str, bool]:
         """Whether each gallery passed its last check; False for one that cannot be opened."""
         closed = self._registry.failures.verdicts().keys() - set(self._registry.names())
-        verdicts = {name: one.text == _OK for name, one in self._of_galleries.items()}
+        verdicts = {name: verdict.text == OK for name, verdict in self.verdicts.items()}
         return verdicts | dict.fromkeys(closed, False)
 
-    async def check(self) -> Readiness:
-        """Embed the test image, compare its vector, and search galleries, ahead of the queue.
+    async def check(self) -> None:
+        """Embed the test image, compare its vector, and search galleries, ahead of the queue."""
+        await self._recent.get()
 
-        During a drain the result is never ready.
+    def checks(self, binding: Binding = EVERYTHING) -> dict[str, str]:
+        """`ok` or the fault of each check that a caller with this binding can see: of models, of
+        galleries, and of generations that cannot be opened, while the old one may be served.
         """
-        readiness = await self._recent.get()
-        if not self.is_draining:
-            return readiness
-        return replace(readiness, ready=False, is_draining=True)
+        is_single = len(self._of_models) == 1
+        found = {
+            "model" if is_single else f"model {model.bundle_id[:SHORT]}": text
+            for model, text in self._of_models.items()
+        }
+        for name, verdict in self.verdicts.items():
+            if binding.permits(name):
+                found[f"gallery {name}"] = verdict.text
+        for name, fault in self._registry.failures.verdicts().items():
+            if binding.permits(name):
+                found[f"reload {name}"] = fault
+        return found
 
     def end(self) -> None:
         """Start the drain: report not ready, so load balancers send requests elsewhere."""
@@ -167,29 +130,14 @@ class Health:
                 structlog.get_logger().error("readiness cannot be checked", exc_info=error)
             await asyncio.sleep(_PERIOD_S)
 
-    async def _check_all(self) -> Readiness:
+    async def _check_all(self) -> None:
         await self._check(with_models=True)
-        free_mb = await self._free_gpu_memory_mb() if self._is_on_gpu else None
-        return replace(self._readiness(), free_gpu_memory_mb=free_mb)
-
-    def _readiness(self) -> Readiness:
-        """The result of the last checks."""
-        names = {
-            model: "model" if len(self._of_models) == 1 else f"model {model.bundle_id[:SHORT]}"
-            for model in self._of_models
-        }
-        return Readiness(
-            self.passed,
-            {names[model]: verdict for model, verdict in self._of_models.items()},
-            self._of_galleries,
-            self._registry.failures.verdicts(),
-            self._last_error,
-        )
+        self.free_gpu_memory_mb = await self._free_gpu_memory_mb() if self._is_on_gpu else None
 
     async def _check(self, *, with_models: bool) -> None:
         async with self._turn:
             running = self._models.running()
-            known = {model: self._of_models.get(model, _OK) for model in running}
+            known = {model: self._of_models.get(model, OK) for model in running}
             if with_models:
                 self._models_at = time.monotonic()
                 verdicts = await asyncio.gather(*map(self._check_model, running))
@@ -198,22 +146,22 @@ class Health:
             await self._check_galleries()
             # A bad gallery is bad in every replica, so it must not take this replica out of
             # service: that would take the other galleries out everywhere.
-            of_each = [verdict.text == _OK for verdict in self._of_galleries.values()]
+            of_each = [verdict.text == OK for verdict in self.verdicts.values()]
             self.passed = self._models_are_fit() and (not of_each or any(of_each))
             self.has_started = self.has_started or self.passed
             self._report()
 
     def _models_are_fit(self) -> bool:
-        return all(verdict == _OK for verdict in self._of_models.values())
+        return all(verdict == OK for verdict in self._of_models.values())
 
     async def _check_galleries(self) -> None:
         """Check those that were checked longest ago, and forget deleted ones."""
-        names, verdicts = self._registry.names(), self._of_galleries
+        names, verdicts = self._registry.names(), self.verdicts
         order = sorted(names, key=lambda name: verdicts[name].checked_at if name in verdicts else 0)
         checked = order[:_AT_ONCE]
         results = await asyncio.gather(*map(self._check_gallery, checked))
         verdicts = verdicts | dict(zip(checked, results, strict=True))
-        self._of_galleries = {
+        self.verdicts = {
             name: verdicts[name]
             for name in names
             if name in verdicts and verdicts[name].text != _REMOVED
@@ -221,9 +169,9 @@ class Health:
 
     def _report(self) -> None:
         """Log faults once, when they change."""
-        faults = {name: text for name, text in self._readiness().checks.items() if text != _OK}
+        faults = {name: text for name, text in self.checks().items() if text != OK}
         if faults:
-            self._last_error = "; ".join(f"{name}: {text}" for name, text in faults.items())
+            self.last_error = "; ".join(f"{name}: {text}" for name, text in faults.items())
         if faults and faults != self._faults:
             structlog.get_logger().error("readiness checks failed", checks=faults)
         elif self._faults and not faults:
@@ -246,12 +194,12 @@ class Health:
             # Any failure makes the service not ready; clients only see the class of the error.
             return self._verdict(error) if model.workers.fault is None else _NO_WORKER
         ok = cosine >= _MIN_COSINE
-        return _OK if ok else f"the test image has another vector: cosine {cosine:.4f}"
+        return OK if ok else f"the test image has another vector: cosine {cosine:.4f}"
 
     async def _check_gallery(self, name: str) -> Verdict:
         try:
             with self._registry.lease(name) as served:
-                if self._of_models.get(served.model.whole) != _OK:
+                if self._of_models.get(served.model.whole) != OK:
                     return Verdict("not searched, since the model failed")
                 # If an earlier probe still hangs, do not wait for it again: one gallery must not
                 # delay the checks of the others.
@@ -274,4 +222,4 @@ def _probe(served: Served) -> Verdict:
     with served.reading():  # its end shows that the gallery responds again
         version, is_searchable = probe(gallery, served.model)
         index = gallery.index_location() if isinstance(gallery, IndexedGallery) else None
-    return Verdict(_OK if is_searchable else "the search returned no hits", version, index)
+    return Verdict(OK if is_searchable else "the search returned no hits", version, index)

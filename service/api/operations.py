@@ -12,6 +12,7 @@ from pydantic import BaseModel, Field
 from kinlens.embedder import errors
 from kinlens.embedder.errors import GalleryNotFoundError, InvalidParameterError, KeyMissingError
 from kinlens.embedder.machine import free_memory_mb
+from kinlens.embedder.types import SHORT
 from kinlens.models import (
     Access,
     Audit,
@@ -28,6 +29,7 @@ from kinlens.service.access import keys
 from kinlens.service.access.audit import note
 from kinlens.service.access.keys import CALLER, MAX_OVERLAP, OVERLAP, Key, KeyStore, Limits
 from kinlens.service.api.galleries import STATE_FAILURES, Service
+from kinlens.service.health import OK
 from kinlens.service.http.openapi import problems
 from kinlens.service.http.rules import Route, rule
 from kinlens.service.observe.metrics import CONTENT_TYPE
@@ -203,8 +205,19 @@ async def ready(
     is_stranger = not runtime.settings.anonymous_scopes and not hasattr(request.state, "key")
     if is_stranger and gallery is not None:
         raise KeyMissingError("The status of one gallery needs an API key. Send one, or omit it.")
-    readiness = (await runtime.health.check()).seen_by(CALLER.get())
-    is_ready = readiness.ready if gallery is None else readiness.of_gallery(gallery)
+    health, binding = runtime.health, CALLER.get()
+    await health.check()
+    is_ready, checks = health.passed, health.checks(binding)
+    verdicts = {name: one for name, one in health.verdicts.items() if binding.permits(name)}
+    if gallery is not None:
+        if gallery not in verdicts and f"reload {gallery}" not in checks:
+            raise GalleryNotFoundError(
+                f"gallery = {gallery[:SHORT]!r} is unknown. Existing galleries: "
+                f"{', '.join(verdicts) or 'none'}."
+            )
+        is_ready = checks.get(f"gallery {gallery}") == OK
+    if health.is_draining:
+        is_ready, checks = False, checks | {"service": "shutting down"}
     status: Literal["ready", "not ready"] = "ready" if is_ready else "not ready"
     if is_stranger:
         return JSONResponse({"status": status}, 200 if is_ready else 503)
@@ -215,19 +228,19 @@ async def ready(
         precision=runtime.embedder.mode.precision,
         precision_reason=runtime.embedder.precision_reason,
         bundle_id=runtime.registry.model.bundle_id,
-        galleries={name: verdict.version for name, verdict in readiness.galleries.items()},
+        galleries={name: verdict.version for name, verdict in verdicts.items()},
         indexes={
             name: IndexLocation(**asdict(verdict.index))
-            for name, verdict in readiness.galleries.items()
-            if verdict.index
+            for name, verdict in verdicts.items()
+            if verdict.index and binding.where is None
         },
         free_memory_mb=round(free_memory_mb()),
-        free_gpu_memory_mb=readiness.free_gpu_memory_mb,
+        free_gpu_memory_mb=health.free_gpu_memory_mb,
         queue_depth=runtime.search_threads.waiting,
         redis=runtime.cache.remote_state,
-        redis_fault=None if runtime.redis is None or CALLER.get().is_bound else runtime.redis.fault,
-        checks=readiness.checks,
-        last_error=readiness.last_error,
+        redis_fault=None if runtime.redis is None or binding.is_bound else runtime.redis.fault,
+        checks=checks,
+        last_error=None if binding.is_bound else health.last_error,
     )
     return JSONResponse(content.model_dump(), 200 if is_ready else 503)
 

@@ -103,11 +103,7 @@ class FeedbackStore:
                 f"Feedback cannot be stored in {state} ({reason}). Give this user write access, "
                 "or choose another folder."
             ) from error
-        try:
-            self._prepare()
-        except StateError:
-            self._connection.close()
-            raise
+        self._prepare()
 
     def sign(self, question: Question) -> str:
         """The answer_id of an answer to this question; every process accepts feedback on it."""

@@ -67,13 +67,11 @@ class Binding:
     Attributes:
         galleries: names of galleries; None for all.
         where: the key only sees items that match this filter; None for all.
-        text: the filter as text.
     """
 
     key: str = ""
     galleries: tuple[str, ...] | None = None
     where: Filter | None = None
-    text: str = ""
 
     @property
     def is_bound(self) -> bool:
@@ -194,7 +192,7 @@ class Key(BaseModel):
         if given.galleries is None:
             return EVERYTHING
         where = None if given.filter is None else _parsed(given.filter)
-        return Binding(self.name, given.galleries, where, given.filter or "")
+        return Binding(self.name, given.galleries, where)
 
     def rates(self, default: str) -> tuple[Rate, ...]:
         """The rates of the key, or `default` without its own rate; then its daily units."""

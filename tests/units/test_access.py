@@ -111,7 +111,8 @@ def test_the_file_is_read_when_it_changes_and_each_filter_is_parsed_once(
     async def use(fresh: FreshKeys) -> list[str | None]:
         found = [await fresh.known(text) for text in texts * 3]
         assert await fresh.has_active()
-        return [key and key.binding().text for key in found]
+        assert all(key is None or key.binding().where for key in found)
+        return [key and key.limits.filter for key in found]
 
     async def run() -> None:
         fresh = FreshKeys(store, max_age_s=0)

@@ -5,7 +5,7 @@ neither model.
 import contextlib
 import math
 from collections.abc import Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -17,7 +17,7 @@ from kinlens.embedder.seen import Seen
 from kinlens.golden import Interval
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.types import Item
-from kinlens.quality.compare import Comparison
+from kinlens.quality.compare import Comparison, compare
 from kinlens.values import Scalar, single
 
 ENOUGH = 50
@@ -127,6 +127,28 @@ def class_name(value: Scalar) -> str:
         return str(value).lower()
     is_whole = isinstance(value, float) and value.is_integer()
     return f"{value:.0f}" if is_whole else str(value)
+
+
+def judge_items(
+    old: Gallery,
+    new: Gallery,
+    class_attribute: str,
+    gate: Gate,
+    questions: Questions,
+    *,
+    anyhow: bool,
+) -> tuple[Comparison, Verdict]:
+    """Compare both galleries with these queries and judge the new one; if that is not possible and
+    `anyhow` is true, with all items, however few.
+    """
+    found = compare(old, new, class_attribute, asked=questions.keys)
+    verdict = judge(found, gate, questions)
+    if verdict.passed is not None or not anyhow:
+        return found, verdict
+    found = compare(old, new, class_attribute)
+    note = "" if questions.keys is None else f"All items were compared. {verdict.reason}"
+    lenient = gate.model_copy(update={"min_queries": 0})
+    return found, replace(judge(found, lenient, Questions()), note=note)
 
 
 def judge(found: Comparison, gate: Gate, questions: Questions) -> Verdict:

@@ -35,13 +35,11 @@ from kinlens.indexer.ingest.sources import Record
 from kinlens.indexer.ingest.sync import MaxRemoved, SyncSettings, source_of, sync_source
 from kinlens.indexer.types import Item, Progress
 from kinlens.quality.calibrator import Calibrator
-from kinlens.quality.compare import compare
 from kinlens.quality.gate import (
     Gate,
-    Questions,
     Verdict,
     fair_questions,
-    judge,
+    judge_items,
     seen_by_bundle,
 )
 from kinlens.quality.golden import GoldenSet
@@ -291,22 +289,15 @@ def replace_model(
         context.report(rebuild=report.model_dump(mode="json"), swapped=False)
         context.at("compare old and new", indexed)
         class_attribute = params.class_attribute or class_in(old.schema())
-        seen, before = seen_by_bundle(bundle), seen_by_bundle(context.plan.old_bundle)
-        questions = fair_questions(old, class_attribute, before, seen)
+        before, after = seen_by_bundle(context.plan.old_bundle), seen_by_bundle(bundle)
         with contextlib.closing(Gallery.open(candidate, verify_hashes=False)) as new:
             _calibrate_as(old, new)
-            found = compare(old, new, class_attribute, asked=questions.keys)
-            verdict = judge(found, gate, questions)
-            if verdict.passed is None and isinstance(params, RebuildParams):
-                # The bundle was chosen by a person, so it is judged by what there is.
-                found = compare(old, new, class_attribute)
-                note = (
-                    "" if questions.keys is None else f"All items were compared. {verdict.reason}"
-                )
-                anyhow = gate.model_copy(update={"min_queries": 0})
-                questions = Questions(seen=questions.seen or Seen.of())
-                verdict = replace(judge(found, anyhow, questions), note=note)
-            verdict = _judged_by_golden(context, follower, new, questions, gate, verdict)
+            questions = fair_questions(old, class_attribute, before, after)
+            # A person has chosen the bundle of a rebuild, so it is judged by what there is.
+            anyhow = isinstance(params, RebuildParams)
+            found, verdict = judge_items(old, new, class_attribute, gate, questions, anyhow=anyhow)
+            seen = Seen.of() if anyhow and questions.seen is None else questions.seen
+            verdict = _judged_by_golden(context, follower, new, seen, gate, verdict)
         context.report(**found.model_dump(mode="json"), gate=asdict(verdict))
         context.log(f"{_WORDS[verdict.passed]}: {verdict.reason}")
         store_bundle(bundle, context.folders.bundles)
@@ -325,14 +316,14 @@ def _judged_by_golden(
     context: Context,
     follower: CatchUp,
     new: Gallery,
-    questions: Questions,
+    seen: Seen | None,
     gate: Gate,
     otherwise: Verdict,
 ) -> Verdict:
-    """The verdict by the golden set, without images that a model was trained on. If it cannot
-    decide, the verdict `otherwise` with the reason as a note.
+    """The verdict by the golden set, without images that a model was trained on: those `seen`, or
+    all if that is None. If it cannot decide, the verdict `otherwise` with the reason as a note.
     """
-    plan, golden, seen = context.plan, GoldenSet(context.plan.gallery), questions.seen
+    plan, golden = context.plan, GoldenSet(context.plan.gallery)
     golden_queries = golden.queries()
     queries = [x for x in golden_queries if seen is not None and not seen.has_image(x.sha256)]
     if not golden_queries:

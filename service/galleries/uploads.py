@@ -342,10 +342,7 @@ class SharedUploads:
                 self._write(sha256, data)
 
     def _write(self, sha256: str, data: bytes) -> None:
-        try:
-            self._call("written", self._write_file, self._path(sha256), data)
-        except EngineUnavailableError as error:
-            raise GalleryWriteError(str(error)) from error
+        self._call("written", self._write_file, self._path(sha256), data)
 
     def _write_file(self, path: str, data: bytes) -> None:
         if "file" in self._files.protocol:
@@ -375,8 +372,9 @@ class SharedUploads:
             # Each store client raises its own kinds of errors.
             raise self._failure(what, f"{type(error).__name__}: {error}") from error
 
-    def _failure(self, what: str, reason: str) -> EngineUnavailableError:
-        return EngineUnavailableError(
+    def _failure(self, what: str, reason: str) -> KinlensError:
+        kind = GalleryWriteError if what == "written" else EngineUnavailableError
+        return kind(
             f"An image at {self._address} cannot be {what}: {reason:.500}. Check that the address "
             "is right, and that this service may read and write there."
         )

@@ -86,10 +86,8 @@ class Observer(Collector):
     async def _render(self) -> bytes:
         self._samples = await self._read()
         self.refresh()
-        galleries = {*self._registry.names(), *self._registry.failures.verdicts()}
-        render = partial(self._metrics.render, galleries)
         async with within(_RENDER_S, "Reading the metrics"):
-            return await self._threads.run("render", render, None)
+            return await self._threads.run("render", self._metrics.render, None)
 
     def _of_process(self) -> Iterator[Sample]:
         workers = self._models.workers()

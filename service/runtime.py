@@ -141,6 +141,7 @@ class Runtime:
             primary,
             open_gallery=lambda location: open_gallery(location, settings, metrics.observe_milvus),
             on_failure=lambda name: metrics.reload_failures.labels(name).inc(),
+            on_forget=metrics.forget,
         )
 
     @property

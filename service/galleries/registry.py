@@ -261,13 +261,15 @@ class Registry:
         primary: str,
         *,
         open_gallery: Callable[[GalleryLocation], Opened],
-        on_failure: Callable[[str], None] = lambda _: None,
+        on_failure: Callable[[str], None],
+        on_forget: Callable[[str], None],
     ) -> None:
         """Open all galleries and their embedders. A managed gallery that cannot be opened is
         skipped; for any other this fails.
 
         primary: the bundle to run while there is no gallery.
         on_failure: called with the name of a gallery each time that it cannot be opened.
+        on_forget: called with the name of a deleted gallery.
 
         Raises: GalleryError, BundleError.
         """
@@ -276,6 +278,7 @@ class Registry:
         self._models = models
         self._primary = primary
         self._open_gallery = open_gallery
+        self._on_forget = on_forget
         self._opened: dict[GalleryLocation, Opened] = {}  # until `start` serves them
         self._served: dict[str, Served] = {}  # in the order of the service
         self._listed: set[str] = set()  # names of the last look
@@ -679,6 +682,7 @@ class Registry:
         self._served = {other: own for other, own in self._served.items() if other != name}
         self._stamps.pop(name, None)
         self.failures.clear(name)
+        self._on_forget(name)
         if removed is not None:
             removed.release()
 

@@ -12,7 +12,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from http import HTTPMethod
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 from fastapi.telemetry import TelemetryConfig
 from opentelemetry.trace import StatusCode, get_current_span, get_tracer, set_tracer_provider
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from kinlens.embedder.errors import KinlensError
@@ -179,12 +178,14 @@ class Metrics:
         self.registry.register(collector)
         self.described += described
 
-    def render(self, galleries: Collection[str]) -> bytes:
-        """All metrics in the Prometheus text format.
+    def forget(self, gallery: str) -> None:
+        """Remove the series of a deleted gallery."""
+        for metric in (self.online_recall, self.reload_failures, self.missing_images):
+            metric.remove(gallery)
 
-        Series of galleries other than `galleries` are omitted.
-        """
-        return generate_latest(_OfGalleries(self.registry, galleries))
+    def render(self) -> bytes:
+        """All metrics in the Prometheus text format."""
+        return generate_latest(self.registry)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         self.described.append(Described(f"{name}_total", "counter", labels, text))
@@ -193,23 +194,6 @@ class Metrics:
     def _histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
         self.described.append(Described(name, "histogram", labels, text))
         return Histogram(name, text, labels, buckets=buckets, registry=self.registry)
-
-
-class _OfGalleries(Collector):
-    """Filters out the series of deleted galleries."""
-
-    def __init__(self, registry: CollectorRegistry, galleries: Collection[str]) -> None:
-        self._registry = registry
-        self._galleries = galleries
-
-    def collect(self) -> Iterator[Metric]:
-        for metric in self._registry.collect():
-            metric.samples = [
-                sample
-                for sample in metric.samples
-                if "gallery" not in sample.labels or sample.labels["gallery"] in self._galleries
-            ]
-            yield metric
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from kinlens.service.observe.metrics import CONTENT_TYPE
 from kinlens.service.settings import Settings
 from tests.support.seams import JobStore
 from tests.support.servers import FakeGallery, workers_of
+from tests.support.shops import start_shop
 from tests.support.waiting import until
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -65,6 +66,18 @@ def test_stages_batches_and_galleries_are_published(start_service, photos) -> No
     model = 'bundle_id="fake",precision="fp32",provider="FakeExecutionProvider"'
     assert f"kinlens_provider_info{{{model}}} 1.0" in text
     assert 'kinlens_gallery_items{gallery="shop"} 12.0' in text
+
+
+def test_the_series_of_a_deleted_gallery_end(tmp_path, closes) -> None:
+    shop = closes(start_shop(tmp_path / "state"))
+    shop.running.runtime.metrics.missing_images.labels("shop").inc()
+
+    def is_shown() -> bool:
+        return 'gallery="shop"' in shop.client.get("/metrics").raise_for_status().text
+
+    assert is_shown()
+    shop.client.delete(shop.url).raise_for_status()
+    until(lambda: not is_shown())
 
 
 def test_a_gallery_that_cannot_be_read_is_omitted_alone(start_service, monkeypatch) -> None:

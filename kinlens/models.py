@@ -700,11 +700,15 @@ class Change(BaseModel):
     request_id: str | None = None
 
 
-class AuditEntry(Change):
-    """A change, or an attempt that was refused with 403."""
+class Numbered(BaseModel):
+    """The place of an entry in the audit log."""
 
     number: int
     time: datetime
+
+
+class AuditEntry(Change, Numbered):
+    """A change, or an attempt that was refused with 403."""
 
 
 class Audit(BaseModel):

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
@@ -31,7 +32,6 @@ from kinlens.service.galleries.renditions import Renditions
 from kinlens.service.galleries.uploads import Sweeper
 from kinlens.service.health import Health
 from kinlens.service.jobs.manager import JobManager
-from kinlens.service.observe.logs import Repeats
 from kinlens.service.observe.metrics import Metrics
 from kinlens.service.observer import Observer
 from kinlens.service.redis import SharedRedis
@@ -91,7 +91,7 @@ class Runtime:
             settings.no_match_prior,
         )
         self.renditions = Renditions(settings, self.search_threads, self.models)
-        self.missing_images = Repeats()
+        self.missing_reported_at = -math.inf  # when an image file was last reported missing
         self.keys = None if state is None else open_keys(state)
         self.audit = None if state is None else AuditLog(state)
         self.jobs = None if state is None else JobManager(settings)

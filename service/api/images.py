@@ -1,6 +1,7 @@
 """Images of items over HTTP."""
 
 import contextlib
+import time
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -22,6 +23,7 @@ Size = Literal[160, 320, 480, 640]
 AS_SIZE = BeforeValidator(lambda text: {str(side): side for side in SIDES_PX}.get(text, text))
 """A validator that converts the text of a query parameter to a size."""
 
+_REPORT_EVERY_S = 30.0
 KEPT = "private, max-age=604800, immutable"
 """`Cache-Control` of thumbnails whose content cannot change."""
 
@@ -105,17 +107,15 @@ async def _image(
 def _report_missing(
     runtime: Runtime, gallery: str, item_id: int, error: errors.ImageMissingError
 ) -> None:
-    """Tell the operator, since visitors only see a placeholder; a page can miss many images."""
+    """Tell the operator, since visitors only see a placeholder. A page can miss many images: all
+    are counted, and one of them is logged.
+    """
     runtime.metrics.missing_images.labels(gallery).inc()
-    runtime.missing_images.add()
-    if count := runtime.missing_images.due():
-        structlog.get_logger().warning(
-            "image file is missing",
-            gallery=gallery,
-            item=item_id,
-            detail=str(error),
-            requests=count,
-        )
+    now = time.monotonic()
+    if now - runtime.missing_reported_at >= _REPORT_EVERY_S:
+        runtime.missing_reported_at = now
+        log = structlog.get_logger()
+        log.warning("image file is missing", gallery=gallery, item=item_id, detail=str(error))
 
 
 def original(served: Served, item: Item) -> bytes:

@@ -8,7 +8,6 @@ import structlog
 from kinlens.indexer.galleries import Follower
 from kinlens.service.concurrency import KeyedThreads
 from kinlens.service.galleries.locations import followed
-from kinlens.service.observe.logs import Repeats
 from kinlens.service.settings import Settings
 
 _AT_ONCE = 4
@@ -54,20 +53,19 @@ class Following:
 
     async def _follow(self, name: str, follower: Follower) -> None:
         log = structlog.get_logger().bind(gallery=name)
-        failures, is_failing = Repeats(), False
+        fault = ""  # as it was reported
         while True:  # at once, since the copy of an earlier start may be old
             try:
                 if await self._threads.run(name, follower.update, _LIMIT_S):
                     log.info("snapshot followed")
-                if is_failing:
+                if fault:
                     log.info("snapshots can be read again")
-                is_failing = False
+                fault = ""
             except TimeoutError:
                 pass  # it continues, and the next call waits for it
             except Exception as error:
                 # The boundary of the task: whatever failed, the next snapshot may be readable.
-                is_failing = True
-                failures.add()
-                if times := failures.due():
-                    log.warning("snapshot not followed", times=times, detail=str(error))
+                if fault != type(error).__name__:
+                    log.warning("snapshot not followed", detail=str(error))
+                fault = type(error).__name__
             await asyncio.sleep(random.uniform(*_JITTER) * self._interval_s)

@@ -6,7 +6,6 @@ separate thread writes, so a blocked stderr does not delay requests.
 
 import json
 import logging
-import math
 import os
 import queue
 import re
@@ -21,7 +20,6 @@ from typing import Any, TextIO
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 
-_REPORT_EVERY_S = 30.0
 _SECRETS = (  # text that a line must contain for the pattern to be tried, pattern, replacement
     ("kl_", re.compile(r"\b(kl_[0-9a-f]+_)[0-9a-f]+"), r"\1***"),
     ("@", re.compile(r"(\w://)[^/\s\"@]+@"), r"\1***@"),
@@ -183,25 +181,3 @@ def masked(text: str) -> str:
 
 def _line(_: WrappedLogger, __: str, event: EventDict) -> str:
     return masked(_ENCODE(event)).encode(errors="replace").decode()
-
-
-class Repeats:
-    """Counts an event for reports at most every `_REPORT_EVERY_S`."""
-
-    def __init__(self) -> None:
-        self._count = 0
-        self._reported_at = -math.inf
-
-    def add(self) -> None:
-        """Count one event."""
-        self._count += 1
-
-    def due(self) -> int:
-        """The number of events since the last report, if a report is due; otherwise 0."""
-        now = time.monotonic()
-        if now - self._reported_at < _REPORT_EVERY_S:
-            return 0
-        count, self._count = self._count, 0
-        if count:
-            self._reported_at = now
-        return count

@@ -4,7 +4,6 @@ Items are read from the catalogue only; the index is only used for searches.
 """
 
 import contextlib
-import functools
 import json
 import logging
 import os
@@ -189,14 +188,13 @@ class Gallery(GalleryWriter):
                 ) from damage
             logging.getLogger(__name__).warning("the index is being rebuilt: %s", damage)
             try:
-                skip_if = functools.partial(_is_readable, self._snapshots)
                 compact(
                     self.generation_folder,
                     self.index_settings(),
                     wait=True,
                     keep_removed_s=KEEP_REMOVED_S,
                     from_scratch=True,
-                    skip_if=skip_if,
+                    skip_if=self._is_readable,
                 )
             except KinlensError as failure:
                 damage.add_note(f"Rebuilding it automatically failed: {failure}")
@@ -204,6 +202,13 @@ class Gallery(GalleryWriter):
                 raise damage from failure
         with self._snapshots.reading():
             return
+
+    def _is_readable(self) -> bool:
+        try:
+            with self._snapshots.reading():
+                return True
+        except GalleryCorruptError:
+            return False
 
     def check_vectors(self, verify_hashes: bool | None = None) -> None:
         """Verify the checksums of the vectors, unless that would take too long.
@@ -222,14 +227,6 @@ class Gallery(GalleryWriter):
                     if verify_hashes:
                         raise
                     logging.getLogger(__name__).error("%s", damage)
-
-
-def _is_readable(snapshots: SnapshotKeeper) -> bool:
-    try:
-        with snapshots.reading():
-            return True
-    except GalleryCorruptError:
-        return False
 
 
 def _check_bundle(path: Path, manifest: GalleryManifest, expected_id: str | None) -> None:

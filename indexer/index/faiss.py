@@ -228,13 +228,6 @@ class SegmentIndex:
         """
         return self._brute_force(*self._checked(queries, k), allowed)
 
-    def range_search(self, query: Embeddings, least: float, allowed: Bits | None = None) -> Ids:
-        """The positions of all vectors with a score of at least `least` for the query (1, D).
-
-        Compares with every vector in the bitmap `allowed`; None for all.
-        """
-        return range_search(self._vectors, query, least, allowed)
-
     def vectors(self, positions: Ids) -> Embeddings:
         """The full-precision vectors (N, D) at known positions (N,)."""
         return full(self._vectors[positions])

@@ -39,7 +39,7 @@ def config_of(app: ASGIApp, settings: Settings) -> uvicorn.Config:
         ws="none",
         # A task of an earlier request may call the protocol, whose context the next would inherit.
         reset_contextvars=True,
-        loop="auto",  # uvloop's, which needs a sixth less CPU time for a cached answer
+        loop="auto",  # uvloop's, if it is installed
         backlog=_QUEUE,
         log_config=None,
         access_log=False,

@@ -56,9 +56,6 @@ class Loss(Section):
     matryoshka: tuple[Count, ...] = ()
     """The loss is the mean over the whole embeddings and their first n numbers, for each n here. So
     a gallery may keep the first n, `kinlens-index build --dims`."""
-    memory: int = Field(0, ge=0)
-    """Of a loss over pairs: the number of embeddings of earlier batches that are paired with those
-    of a batch."""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -184,19 +181,8 @@ class Job(Section):
 
     @model_validator(mode="after")
     def _check(self) -> "Job":
-        from kinlens.training.losses.table import WITH_PAIRS, WITH_PROXIES  # they import torch
+        from kinlens.training.losses.table import WITH_PROXIES  # imports torch, like the loss
         from kinlens.training.regularizers.table import REGULARIZERS
-
-        if self.loss.memory and self.loss.name not in WITH_PAIRS:
-            raise ValueError(
-                f"loss.memory = {self.loss.memory} pairs earlier embeddings, which the loss "
-                f"{self.loss.name} does not; use one of {', '.join(WITH_PAIRS)}"
-            )
-        if self.loss.memory and (self.loss.matryoshka or self.regularizers.with_flow):
-            raise ValueError(
-                f"loss.memory = {self.loss.memory} needs one embedding of an image; omit "
-                "loss.matryoshka and regularizers.determinant"
-            )
 
         choose_by = self.protocol.choose_by
         if not is_own(self.loss.name):
@@ -299,9 +285,7 @@ def require_own(job: Job) -> None:
         given = losses.GIVEN if key == "loss" else regularizers.GIVEN
         options = options_of(kind.__name__, kind, Section, given)
         try:
-            options.model_validate(
-                table.model_dump(exclude={"name", "matryoshka", "memory", "share"})
-            )
+            options.model_validate(table.model_dump(exclude={"name", "matryoshka", "share"}))
         except ValidationError as error:
             found = ({**fault, "loc": (*key.split("."), *fault["loc"])} for fault in error.errors())
             raise JobError(" ".join(explain(fault) for fault in found)) from error

@@ -51,33 +51,25 @@ def mine(mining: str | Miner, similarities: Tensor, labels: Tensor, dim: int) ->
     return miner(similarities, labels)
 
 
-def all_pairs(labels: Tensor, others: Tensor | None = None) -> Pairs:
-    """Every ordered pair of two different samples, split by whether their class is equal.
-
-    `others` (N,) are the labels of columns, in place of `labels`, with which they begin; -1 is no
-    sample.
-    """
-    others = labels if others is None else others
-    same = labels[:, None] == others[None, :]
-    itself = torch.eye(len(labels), len(others), dtype=torch.bool, device=labels.device)
-    return Pairs(same & ~itself, ~same & (others >= 0)[None, :])
+def all_pairs(labels: Tensor) -> Pairs:
+    """Every ordered pair of two different samples, split by whether their class is equal."""
+    same = labels[:, None] == labels[None, :]
+    itself = torch.eye(len(labels), dtype=torch.bool, device=labels.device)
+    return Pairs(same & ~itself, ~same)
 
 
-def hard_pairs(
-    similarities: Tensor, labels: Tensor, epsilon: float = 0.1, pairs: Pairs | None = None
-) -> Pairs:
+def hard_pairs(similarities: Tensor, labels: Tensor, epsilon: float = 0.1) -> Pairs:
     """Positives with S_ap < max S_an + epsilon, negatives with S_an > min S_ap - epsilon.
 
     Hard is relative to the anchor's hardest opposite pair. An anchor without positives, or without
-    negatives, keeps no pair; any other anchor keeps pairs of both kinds or none. `pairs` are all
-    that it may keep.
+    negatives, keeps no pair; any other anchor keeps pairs of both kinds or none.
 
     References:
         Multi-Similarity Loss with General Pair Weighting for Deep Metric Learning (Wang et al.,
         2019), section on pair mining. https://arxiv.org/abs/1904.06627
     """
     similarities = similarities.detach()
-    pairs = all_pairs(labels) if pairs is None else pairs
+    pairs = all_pairs(labels)
     hardest_negative, _ = _row_max(similarities, pairs.negative)  # (B,)
     hardest_positive, _ = _row_max(-similarities, pairs.positive)
     return Pairs(

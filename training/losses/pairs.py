@@ -26,14 +26,9 @@ class PairLoss(MetricLoss):
         self.epsilon = epsilon
 
     def value(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        return self.over(embeddings, labels, embeddings, labels)
-
-    def over(self, x: Tensor, labels: Tensor, others: Tensor, other_labels: Tensor) -> Tensor:
-        """The loss of anchors (B, D) and `others` (N, D), the first of which are the anchors."""
-        S = x @ others.T  # (B, N)
+        S = embeddings @ embeddings.T  # (B, B)
         hard = self.mining == "hard"
-        pairs = all_pairs(labels, other_labels)
-        pairs = hard_pairs(S, labels, self.epsilon, pairs) if hard else pairs
+        pairs = hard_pairs(S, labels, self.epsilon) if hard else all_pairs(labels)
         return self.summed(S, pairs) / max(len(labels), 1)
 
     def summed(self, S: Tensor, pairs: Pairs) -> Tensor:

@@ -23,14 +23,12 @@ from torch import nn
 
 from kinlens.training.fields import Section
 from kinlens.training.losses.base import MetricLoss, ProxyLoss
-from kinlens.training.losses.memory import CrossBatchMemory
 from kinlens.training.losses.pairs import (
     BinomialDevianceLoss,
     ContrastiveLoss,
     LiftedStructureLoss,
     MultiSimilarityLoss,
     NPairLoss,
-    PairLoss,
 )
 from kinlens.training.losses.proxy_anchor import (
     BatchProxySeparationLoss,
@@ -60,9 +58,6 @@ LOSSES: dict[str, type[MetricLoss]] = {
 WITH_PROXIES = tuple(name for name, kind in LOSSES.items() if issubclass(kind, ProxyLoss))
 """Losses that learn a vector per class, which some regularizers act on."""
 
-WITH_PAIRS = tuple(name for name, kind in LOSSES.items() if issubclass(kind, PairLoss))
-"""Losses over pairs, which may have a memory."""
-
 GIVEN = ("classes", "dim")
 """Constructor arguments of a loss that are not options."""
 
@@ -79,11 +74,10 @@ def has_proxies(kind: Any) -> bool:
 def build_loss(settings: Section, classes: int, dim: int) -> nn.Module:
     """The loss of a job's `loss` table, for C classes and embeddings of length D."""
     options = settings.model_dump(exclude={"matryoshka"})
-    memory = options.pop("memory")
     kind = kind_of(options.pop("name"))
     if isinstance(kind, nn.Module):
         return copy.deepcopy(kind)
     given = dict(zip(GIVEN, (classes, dim), strict=True))
     wanted = given.keys() & inspect.signature(kind).parameters
     loss: nn.Module = kind(**{name: given[name] for name in wanted}, **options)
-    return CrossBatchMemory(loss, memory, dim) if memory and isinstance(loss, PairLoss) else loss
+    return loss

@@ -26,8 +26,7 @@ from scipy import stats
 
 from kinlens.embedder.errors import KinlensError
 from kinlens.embedder.types import first_numbers
-from kinlens.training import export, fit, load_job
-from kinlens.training.bundles.bundle import export_backbone
+from kinlens.training import fit, load_job
 from kinlens.training.checkpoint import load_chosen
 from kinlens.training.data.load import load_split, read_folder
 from kinlens.training.data.records import LabelledImages
@@ -55,17 +54,14 @@ ADDITIONS: dict[str, list[str]] = {
         "input.jpeg_quality=40",
         "input.erase=0.2",
     ],
-    "distillation, trunk": ["regularizers.distillation={teacher = 'TRUNK', share = 0.2}"],
-    "distillation, head": ["regularizers.distillation={teacher = 'HEAD', share = 0.2}"],
     "multi-similarity": PAIRS,
 }
-BASES = {"memory 3600": "multi-similarity"}
+BASES = {"distillation, trunk": "none", "memory 3600": "multi-similarity"}
 """The row without the addition, if it is not "none"; also of additions that are gone again."""
 TRUNKS = {
     "MobileNetV2": ("mobilenet_v2", "folded"),
     "EfficientNet-Lite2": ("timm:tf_efficientnet_lite2", "frozen"),
 }
-TEACHER = "EfficientNet-Lite2"
 FIGURES = ("R@1", "MAP@R", "first 64", "phone")
 Records = dict[str, dict[str, float]]
 
@@ -87,7 +83,7 @@ def main() -> None:
     cells = product(args.images, args.trunks, range(args.seeds), args.additions)
     for data, trunk, seed, addition in cells:
         key = f"{data}|{trunk}|{addition}|{seed}"
-        if key in found or ("distillation" in addition and trunk == TEACHER):
+        if key in found:
             continue
         try:
             found[key] = run(data, trunk, addition, seed, shared)
@@ -119,7 +115,7 @@ def run(data: str, trunk: str, addition: str, seed: int, shared: Path) -> dict[s
 def job_of(
     data: str, trunk: str, addition: str, seed: int, shared: Path, folder: Path
 ) -> dict[str, Any]:
-    """The tables of a job; a list of images and a new teacher are written to `folder`."""
+    """The tables of a job; a list of images is written to `folder`."""
     backbone, batch_norm = TRUNKS[trunk]
     weights = f"{backbone.removeprefix('timm:')}-imagenet-fp16.pth"
     settings = [f"model.backbone={backbone}", f"model.batch_norm={batch_norm}", f"seed={seed}"]
@@ -127,30 +123,10 @@ def job_of(
     settings += [f"data.root={shared / 'data/cars196-half'}"]
     if data == "groceries":
         settings += ["optimizer.batch_size=80"]  # 40 of its classes are trained on
-    for setting in ADDITIONS[addition]:
-        for kind in ("TRUNK", "HEAD"):
-            if f"'{kind}'" in setting:
-                setting = setting.replace(kind, str(teacher(kind, data, shared)))
-        settings.append(setting)
-    content = load_job("cars196-half-head", settings).as_dict()
+    content = load_job("cars196-half-head", settings + ADDITIONS[addition]).as_dict()
     if data == "groceries":
         content["data"] = groceries(shared / "data/grocery-store", folder / "images.csv")
     return content
-
-
-def teacher(kind: str, data: str, shared: Path) -> Path:
-    """The bundle of the larger trunk, alone or with the head of seed 0, which later runs find."""
-    bundle = Path(tempfile.gettempdir(), "kinlens-teachers", f"{data}-{kind.lower()}")
-    if not bundle.exists():
-        with tempfile.TemporaryDirectory() as name:
-            content = job_of(data, TEACHER, "none", 0, shared, Path(name))
-            if kind == "HEAD":
-                fit(content, out=Path(name, "run"))
-                export(Path(name, "run"), bundle)
-            else:
-                job = load_job(content)
-                export_backbone("teacher", job.model, job.input, bundle)
-    return bundle
 
 
 def of_phones(images: LabelledImages, data: str) -> LabelledImages:

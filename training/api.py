@@ -43,7 +43,6 @@ from kinlens.training.losses.triplet import MarginLoss, TripletLoss
 from kinlens.training.own import forget_files, register
 from kinlens.training.regularizers.base import Regularizer
 from kinlens.training.regularizers.determinant import DeterminantRegularizer
-from kinlens.training.regularizers.distillation import DistillationRegularizer
 from kinlens.training.regularizers.flows import NICE, ConditionalGlow, RealNVP
 from kinlens.training.regularizers.graph_consistency import GraphConsistencyRegularizer
 from kinlens.training.regularizers.koleo import KoLeoRegularizer
@@ -61,13 +60,12 @@ from kinlens.training.runner import require_fresh_or_resumable, run_job
 __all__ = [
     "NICE", "ArcFaceLoss", "BatchProxySeparationLoss", "BatchSampler", "BinomialDevianceLoss",
     "Callback", "ConditionalGlow", "ContrastiveLoss", "DeterminantRegularizer",
-    "DistillationRegularizer", "GraphConsistencyRegularizer", "Job", "KoLeoRegularizer",
-    "LiftedStructureLoss", "MarginLoss", "MetricLoss", "MlflowCallback", "MultiSimilarityLoss",
-    "NPairLoss", "NonIsotropyRegularizer", "ProxyAnchorLoss", "ProxyLoss", "ProxyNCALoss",
-    "ProxySeparationLoss", "RealNVP", "Regularizer", "Result", "SkewedMeanRegularizer",
-    "SoftTripleLoss", "TripletLoss", "Triplets", "WandbCallback", "batch_hard",
-    "distance_weighted", "evaluate", "export", "fit", "hard_pairs", "load_job", "matryoshka",
-    "semi_hard",
+    "GraphConsistencyRegularizer", "Job", "KoLeoRegularizer", "LiftedStructureLoss", "MarginLoss",
+    "MetricLoss", "MlflowCallback", "MultiSimilarityLoss", "NPairLoss", "NonIsotropyRegularizer",
+    "ProxyAnchorLoss", "ProxyLoss", "ProxyNCALoss", "ProxySeparationLoss", "RealNVP",
+    "Regularizer", "Result", "SkewedMeanRegularizer", "SoftTripleLoss", "TripletLoss",
+    "Triplets", "WandbCallback", "batch_hard", "distance_weighted", "evaluate", "export", "fit",
+    "hard_pairs", "load_job", "matryoshka", "semi_hard",
 ]
 # fmt: on
 

@@ -15,7 +15,7 @@ _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # names of malloc.h
 _LIBC_DEFAULTS = {_MMAP_MAX: 65_536, _TRIM_THRESHOLD: 128 * 1024}
 _KEEP_ALL = {_MMAP_MAX: 0, _TRIM_THRESHOLD: 2**31 - 1}
 
-Batch = tuple[Tensor, ...]
+Batch = tuple[Tensor, Tensor]
 
 
 def choose_device(runtime: Runtime) -> torch.device:
@@ -74,9 +74,9 @@ def on_device(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]
     copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     work = torch.cuda.current_stream(device)
     ready: Batch | None = None
-    for batch in batches:
+    for images, labels in batches:
         with torch.cuda.stream(copies):
-            arriving = tuple(part.to(device, non_blocking=True) for part in batch)
+            arriving = (images.to(device, non_blocking=True), labels.to(device, non_blocking=True))
         if ready is not None:
             yield ready
         work.wait_stream(copies)

@@ -69,13 +69,8 @@ class Objective(nn.Module):
         self.second_loss = build_loss(job.loss, classes, dim) if separate else None
         self.shares = Shares({name: options.share for name, options in tables.items()})
 
-    def forward(
-        self, net: EmbeddingNet, features: Tensor, labels: Tensor, taught: Tensor | None = None
-    ) -> Terms:
-        """Features (B, D) of `net` before its flow and labels (B,) to the terms.
-
-        `taught` (B, T) are the embeddings of a teacher, if a regularizer needs them.
-        """
+    def forward(self, net: EmbeddingNet, features: Tensor, labels: Tensor) -> Terms:
+        """Features (B, D) of `net` before its flow and labels (B,) to the terms."""
         with torch.autocast(features.device.type, enabled=False):
             penalties: Parts = {}
             watched: Parts = {}
@@ -95,8 +90,7 @@ class Objective(nn.Module):
             unit = F.normalize(embeddings, dim=1)
             for name, term in self.terms.items():
                 if "flow" not in term.needs:
-                    target = taught if "teacher" in term.needs else labels
-                    penalties[name] = term.weight * term(unit, target, self.loss)
+                    penalties[name] = term.weight * term(unit, labels, self.loss)
             loss_term = self.loss_weight * loss
             if self.training and self.shares.is_due():
                 self.shares.measure(loss_term, penalties, features, self._sites(net))
@@ -155,17 +149,13 @@ class TrainingStep(nn.Module):
         self.objective = objective
         self.chunk = chunk
 
-    def forward(self, images: Tensor, labels: Tensor, taught: Tensor | None = None) -> Terms:
-        """This rank's images, or pooled features (B, C), and labels (B,) to all terms.
-
-        `taught` (B, T) are this rank's embeddings of a teacher.
-        """
+    def forward(self, images: Tensor, labels: Tensor) -> Terms:
+        """This rank's images, or pooled features (B, C), and labels (B,) to all terms."""
         net = self.net
         features = gather(self._features(images) if images.ndim == 4 else net.project(images))
         if not features.requires_grad:  # the whole network is frozen
             features = features.detach().requires_grad_()
-        taught = None if taught is None else gather(taught)
-        terms: Terms = self.objective(net, features, gather(labels), taught)
+        terms: Terms = self.objective(net, features, gather(labels))
         return terms
 
     def _features(self, images: Tensor) -> Tensor:

@@ -28,13 +28,7 @@ from kinlens.training.folder import (
 )
 from kinlens.training.report.notices import MAY_HAVE_SEEN, did_it_help, verdict_of
 from kinlens.training.report.page import write_report
-from kinlens.training.start import (
-    NOT_PROVEN,
-    bundles_before,
-    may_have_seen,
-    seen_before,
-    too_few,
-)
+from kinlens.training.start import NOT_PROVEN, may_have_seen, seen_before, too_few
 from kinlens.training.trainer import Listener, fit
 
 _PACKAGES = ("torch", "torchvision", "numpy", "pillow")
@@ -78,7 +72,7 @@ def _run(job: Job, split: Split, folder: Path, listener: Listener) -> Result:
     )
     verdicts = [] if why_not or chosen.trunk_alone else [verdict_of(result, folder)]
     if may_have_seen(job, split):
-        verdicts.append(MAY_HAVE_SEEN.format(" or ".join(map(str, bundles_before(job)))))
+        verdicts.append(MAY_HAVE_SEEN.format(job.model.weights))
         result = replace(result, model=f"{result.model}, which may have seen test classes")
     result = replace(result, verdict=" ".join(verdicts))
     for sentence in did_it_help(split, result):

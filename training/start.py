@@ -1,7 +1,5 @@
 """Initial weights of a run: a projection from the trunk's features, proxies at the class means."""
 
-from pathlib import Path
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -10,7 +8,7 @@ from torch.nn import functional
 
 from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.seen import Seen
-from kinlens.training.config.job import TEACHER, Job, expand_path
+from kinlens.training.config.job import Job
 from kinlens.training.data.features import Computed
 from kinlens.training.data.records import LabelledImages, Split
 from kinlens.training.evaluation.evaluate import pooled
@@ -95,34 +93,18 @@ def continues_model(job: Job) -> bool:
 
 
 def seen_before(job: Job) -> Seen | None:
-    """What the bundles that a run learns from were trained on; None if one does not say it."""
-    found = Seen.of()
-    for path in bundles_before(job):
-        seen = Bundle.open(path).seen()
-        if seen is None:
-            return None
-        found |= seen
-    return found
-
-
-def bundles_before(job: Job) -> list[Path]:
-    """The bundles that a run learns from: the one that it starts from, and its teacher."""
-    found = [bundle_of(job.model.weights)]
-    if (distillation := job.regularizers.distillation) is not None:
-        found.append(expand_path(distillation.teacher, TEACHER))
-    return [path for path in found if path is not None]
+    """What the bundle that a run starts from was trained on; None if the bundle does not say it."""
+    bundle = bundle_of(job.model.weights)
+    return Seen.of() if bundle is None else Bundle.open(bundle).seen()
 
 
 def may_have_seen(job: Job, split: Split) -> bool:
-    """Whether a bundle that a run learns from may have been trained on test classes of `split`."""
-    for path in bundles_before(job):
-        bundle = Bundle.open(path)
-        seen = bundle.seen()
-        if seen is None and bundle.manifest.split_sha256 != split.sha256():
-            return True
-        if seen is not None and any(part.seen_by(seen) for part in split.tested):
-            return True
-    return False
+    """Whether the bundle that a run continues may have been trained on test classes of `split`."""
+    seen, bundle = seen_before(job), bundle_of(job.model.weights)
+    if seen is not None:
+        return any(part.seen_by(seen) for part in split.tested)
+    assert bundle is not None
+    return Bundle.open(bundle).manifest.split_sha256 != split.sha256()
 
 
 def set_projection(layer: nn.Linear, pooled: Tensor) -> None:

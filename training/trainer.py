@@ -26,8 +26,8 @@ from kinlens.training.checkpoint import (
 )
 from kinlens.training.config.job import Job
 from kinlens.training.config.settings import rate
-from kinlens.training.data.features import CachedFeatures, WithTeacher, pooled_views, taught_by
-from kinlens.training.data.images import Item, TrainingImages, batches, build_loader
+from kinlens.training.data.features import CachedFeatures, pooled_views
+from kinlens.training.data.images import TrainingImages, batches, build_loader
 from kinlens.training.data.records import SKIPPED, LabelledImages, Split, write_table
 from kinlens.training.data.samplers import BatchSampler
 from kinlens.training.device import autocast, on_device
@@ -111,13 +111,10 @@ def fit(
 
 def _loader(
     run: Run, images: LabelledImages, order: BatchSampler, listener: Listener
-) -> DataLoader[Item]:
-    """Random views of the images; with a frozen trunk their features, computed first.
-
-    So are the embeddings of a teacher, which follow the labels.
-    """
+) -> DataLoader[tuple[Tensor, Tensor]]:
+    """Random views of the images; with a frozen trunk their features, computed first."""
     job, runtime = run.job, run.job.runtime
-    views: Dataset[Item] = TrainingImages(images, job.input, job.seed)
+    views: Dataset[tuple[Tensor, Tensor]] = TrainingImages(images, job.input, job.seed)
     if job.model.frozen_trunk:
         with main_first():
             features = pooled_views(
@@ -125,12 +122,6 @@ def _loader(
             )
         views = CachedFeatures(features, images.labels, job.seed)
         runtime = runtime.model_copy(update={"workers": 0})
-    if (distillation := job.regularizers.distillation) is not None:
-        with main_first():
-            taught = taught_by(
-                distillation.teacher, images, job.runtime, computed=listener.computed
-            )
-        views = WithTeacher(views, taught)
     return build_loader(views, order, runtime, run.device, job.seed, local_world())
 
 
@@ -196,7 +187,7 @@ class _Training:
             if recalls:
                 self.listener.note(f"{name}: {recalls}")
 
-    def epoch(self, loader: DataLoader[Item]) -> Epoch:
+    def epoch(self, loader: DataLoader[tuple[Tensor, Tensor]]) -> Epoch:
         started, run = time.perf_counter(), self.run
         run.net.train()
         run.objective.train()
@@ -293,11 +284,13 @@ def _measure(
     return Figures(**figures), ranks
 
 
-def _steps(run: Run, model: nn.Module, loader: DataLoader[Item]) -> Iterator[tuple[int, Row]]:
+def _steps(
+    run: Run, model: nn.Module, loader: DataLoader[tuple[Tensor, Tensor]]
+) -> Iterator[tuple[int, Row]]:
     """A step per batch; yields numbers, terms and shares. Raises: TrainingError if not finite."""
     unread: list[tuple[int, dict[str, Tensor], Row]] = []
-    for number, (images, labels, *more) in enumerate(on_device(batches(loader), run.device), 1):
-        terms = train_step(run, model, images, labels, len(loader), *more)
+    for number, (images, labels) in enumerate(on_device(batches(loader), run.device), start=1):
+        terms = train_step(run, model, images, labels, len(loader))
         unread.append((run.step, terms, run.objective.shares.figures()))
         if len(unread) < READ_EVERY_STEPS[run.device.type] and number < len(loader):
             continue
@@ -315,24 +308,19 @@ def _steps(run: Run, model: nn.Module, loader: DataLoader[Item]) -> Iterator[tup
 
 
 def train_step(
-    run: Run,
-    model: nn.Module,
-    images: Tensor,
-    labels: Tensor,
-    steps_per_epoch: int,
-    taught: Tensor | None = None,
+    run: Run, model: nn.Module, images: Tensor, labels: Tensor, steps_per_epoch: int
 ) -> dict[str, Tensor]:
     """One step of `model` from `run.begin_epoch`; returns the terms of the objective, each ().
 
-    Images, labels and, with a teacher, its embeddings are on the device of the run, and nothing is
-    read from it. If the loss or its gradient is not finite, no parameter changes.
+    Images and labels are on the device of the run, and nothing is read from it. If the loss or its
+    gradient is not finite, no parameter changes.
     """
     settings, optimizer = run.job.optimizer, run.optimizer
     factor = rate(settings, run.step, steps_per_epoch)
     for group in optimizer.param_groups:
         group["lr"] = factor * group["initial_lr"]
     with autocast(run.job.runtime, run.device):
-        terms: Terms = model(images, labels, taught)
+        terms: Terms = model(images, labels)
     total = terms.total.detach()
     optimizer.zero_grad(set_to_none=True)
     terms.total.backward()  # type: ignore[no-untyped-call]

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-from torch.nn import functional as F
 
 import kinlens.training.runner  # noqa: F401  (loaded once, before the ranks part)
 from kinlens.training.__main__ import main
@@ -51,7 +50,6 @@ def cases(weights: Path) -> dict[str, Job]:
     jobs = {name: step_job({}, weights, {"name": name}) for name in ("soft_triple", "margin")}
     for name in ("separate_proxies", "skewed_mean_subset", "skewed_mean_of_the_batch", "all"):
         jobs[f"proxy_anchor + {name}"] = step_job(REGULARIZERS[name], weights)
-    jobs["proxy_anchor + distillation"] = step_job({"distillation": {"teacher": "unused"}}, weights)
     return jobs
 
 
@@ -68,8 +66,7 @@ def gradients(job: Job) -> dict[str, Tensor]:
     images = torch.randint(0, 256, (BATCH, 3, SIZE, SIZE), dtype=torch.uint8)
     labels = torch.tensor([0, 0, 1, 1, 0, 0, 1, 1])
     mine = slice(rank() * BATCH // world(), (rank() + 1) * BATCH // world())
-    taught = F.normalize(torch.randn(BATCH, 5, dtype=torch.float64), dim=1)
-    model(images[mine], labels[mine], taught[mine]).total.backward()
+    model(images[mine], labels[mine]).total.backward()
     parameters = {**dict(run.net.named_parameters()), **dict(run.objective.named_parameters())}
     return {
         name: parameter.grad

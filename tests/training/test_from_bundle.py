@@ -187,10 +187,6 @@ def test_a_bundle_of_another_split_may_have_seen_test_classes(bundle: Bundle) ->
     assert may_have_seen(job, load_split(other))
     fresh = job.model_copy(update={"model": job.model.model_copy(update={"weights": "none"})})
     assert not may_have_seen(fresh, load_split(other))
-    table = {"distillation": {"teacher": str(bundle.path)}}
-    taught = parse_job(fresh.as_dict() | {"regularizers": table})
-    assert may_have_seen(taught, load_split(other))
-    assert not may_have_seen(taught, split)
     run = replace(load_checkpoint(bundle.path.parent), began_with="the model that it continued")
     with pytest.raises(ExportError, match="it has no untrained trunk"):
         export_checkpoint(run, split, bundle.path.with_name("trunk"), trunk=True)

@@ -124,15 +124,12 @@ def test_each_kind_of_run_of_a_grid_trains_two_steps() -> None:
 def trains_two_steps(whole: Job) -> None:
     job, labels = miniature(whole), np.arange(24) % 6
     images = torch.randint(0, 256, (24, 3, 32, 32), dtype=torch.uint8)
-    taught = torch.nn.functional.normalize(torch.randn(24, 5), dim=1)
     run, order = create_run(job, 6), BatchSampler(job, labels)
     model = run.begin_epoch(trunk_frozen=False).train()
     assert len(order) == 2
     for batch in order:
         rows = torch.tensor([row for _, row, _ in batch])
-        parts = train_step(
-            run, model, images[rows], torch.from_numpy(labels)[rows], len(order), taught[rows]
-        )
+        parts = train_step(run, model, images[rows], torch.from_numpy(labels)[rows], len(order))
         assert all(value.isfinite() for value in parts.values())
     assert job.regularizers.wanted().keys() <= parts.keys()
 

@@ -40,8 +40,6 @@ from kinlens.training.config.settings import (
 from kinlens.training.fields import Count, Options, OwnRegularizer, Section, options_of
 from kinlens.training.own import absolute_path, is_own, own_part, own_paths
 
-TEACHER = "regularizers.distillation.teacher"
-
 
 class Loss(Section):
     """Name and options of a loss of `kinlens.training.losses.table`.
@@ -221,11 +219,8 @@ class Job(Section):
                 on_proxies[f"{key} without {without}" if without else key] = (
                     f"{key}.{without}" if without else ""
                 )
-            for part in ("flow", "teacher"):
-                if part in needs and isinstance(wanted[name], OwnRegularizer):
-                    raise ValueError(
-                        f"{key} needs a {part}, which only regularizers of Kinlens get"
-                    )
+            if "flow" in needs and isinstance(wanted[name], OwnRegularizer):
+                raise ValueError(f"{key} needs a flow, which only regularizers of Kinlens get")
             if "draws" in needs and self.sampling.kind != "paired":
                 raise ValueError(
                     f'{key} compares two draws of the same classes; set sampling.kind = "paired"'
@@ -307,8 +302,6 @@ def with_absolute_paths(job: Job) -> Job:
     data["feedback"] = [*map(_absolute, job.data.feedback)]
     if model["weights"] not in ("imagenet", "none") and Path(_absolute(model["weights"])).exists():
         model["weights"] = _absolute(model["weights"])
-    if (distillation := content["regularizers"]["distillation"]) is not None:
-        distillation["teacher"] = _absolute(distillation["teacher"])
     absolute = {path: absolute_path(path) for path in own_paths(content)}
     return parse_job(_replaced(content, absolute))
 

@@ -5,7 +5,7 @@ Shapes: N images, V views an image, C channels of the trunk.
 
 import hashlib
 import sqlite3
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -20,17 +20,8 @@ from torch.utils.data import Dataset
 from kinlens.embedder.errors import DatasetError
 from kinlens.embedder.machine import cache_folder
 from kinlens.embedder.preprocess import preprocess, to_chw
-from kinlens.training.config.job import TEACHER, expand_path
 from kinlens.training.config.settings import TIMM, Input, Runtime
-from kinlens.training.data.images import (
-    EvaluationImages,
-    ImageFiles,
-    Index,
-    Item,
-    batches,
-    build_loader,
-    random_view,
-)
+from kinlens.training.data.images import ImageFiles, Index, Item, batches, build_loader, random_view
 from kinlens.training.data.records import LabelledImages, content_digest
 from kinlens.training.distributed import local_world
 from kinlens.training.models.embedding import EmbeddingNet, evaluating
@@ -65,17 +56,6 @@ class CachedFeatures(Dataset[Item]):
         epoch, number, view = index
         rng = np.random.default_rng((self.seed, epoch, number, view))
         return self.pooled[number, int(rng.integers(self.pooled.shape[1]))], self.labels[number]
-
-
-class WithTeacher(Dataset[Item]):
-    """Items of `views`, each with the row of its image in `taught` (N, T) after its label."""
-
-    def __init__(self, views: Dataset[Item], taught: Tensor) -> None:
-        self.views = views
-        self.taught = taught
-
-    def __getitem__(self, index: Index) -> Item:
-        return (*self.views[index], self.taught[index[1]])
 
 
 class FeatureStore:
@@ -159,82 +139,26 @@ def pooled_views(
         ).digest()
         for number, view in wanted
     }
+    found = store.get([*keys.values()])
+    missing = [index for index in wanted if keys[index] not in found]
     device = next(net.trunk.parameters()).device
     dataset = _Views(images, spec, contents)
-    # The two kinds of views have different sizes.
-    parts = [[index for index in wanted if (index[1] > 0) == varies] for varies in (False, True)]
-
-    def pooled(pixels: Tensor) -> Vectors:
-        found: Vectors = net.pooled(pixels.to(device)).float().cpu().numpy()
-        return found
-
     with evaluating(net), torch.inference_mode():
-        rows = _cached(store, keys, parts, dataset, pooled, runtime, device, computed)
+        for of_training in (False, True):  # the two have different sizes
+            part = [index for index in missing if (index[1] > 0) == of_training]
+            if not part:  # start no processes without work
+                continue
+            order = [part[start : start + _BATCH] for start in range(0, len(part), _BATCH)]
+            loader = build_loader(dataset, cast(Any, order), runtime, device, 0, local_world())
+            for indices, (pixels, _) in zip(order, batches(loader), strict=True):
+                vectors = net.pooled(pixels.to(device)).float().cpu().numpy()
+                made = [keys[index] for index in indices]
+                store.put(made, vectors)
+                found |= zip(made, vectors, strict=True)
+                if computed is not None:
+                    computed(len(found), len(wanted))
+    rows = np.stack([found[keys[index]] for index in wanted])
     return torch.from_numpy(rows.reshape(len(images), views, -1))
-
-
-def taught_by(
-    teacher: str,
-    images: LabelledImages,
-    runtime: Runtime,
-    store: FeatureStore | None = None,
-    computed: Computed | None = None,
-) -> Tensor:
-    """The embeddings (N, T) of images by the bundle in the folder `teacher`, on the CPU.
-
-    Raises: BundleError if it cannot be opened; DatasetError naming an image that cannot be read.
-    """
-    from kinlens.embedder.session import OnnxEmbedder  # here, as few runs have a teacher
-
-    embedder = OnnxEmbedder.open(expand_path(teacher, TEACHER))
-    base = hashlib.sha256(f"{_FORMAT} teacher {embedder.bundle_id}".encode()).digest()
-    contents = [content_digest(images.root / path) for path in images.paths]
-    keys = {
-        number: hashlib.sha256(base + content).digest() for number, content in enumerate(contents)
-    }
-    dataset = EvaluationImages(images, embedder.bundle.manifest.preprocessing)
-    rows = _cached(
-        store or FeatureStore(cache_folder() / "features.sqlite"),
-        keys,
-        [[*keys]],
-        dataset,
-        lambda pixels: embedder.embed(pixels.numpy()),
-        runtime,
-        torch.device("cpu"),
-        computed,
-    )
-    return torch.from_numpy(rows)
-
-
-def _cached(
-    store: FeatureStore,
-    keys: Mapping[Any, bytes],
-    parts: Sequence[Sequence[Any]],
-    dataset: Dataset[Item],
-    compute: Callable[[Tensor], Vectors],
-    runtime: Runtime,
-    device: torch.device,
-    computed: Computed | None,
-) -> Vectors:
-    """The vector of each key, of an index of `dataset`; those that are missing are stored.
-
-    `parts` are the indices whose images have one size.
-    """
-    found = store.get([*keys.values()])
-    for part in parts:
-        missing = [index for index in part if keys[index] not in found]
-        if not missing:  # start no processes without work
-            continue
-        order = [missing[start : start + _BATCH] for start in range(0, len(missing), _BATCH)]
-        loader = build_loader(dataset, cast(Any, order), runtime, device, 0, local_world())
-        for indices, (pixels, _) in zip(order, batches(loader), strict=True):
-            vectors = compute(pixels)
-            made = [keys[index] for index in indices]
-            store.put(made, vectors)
-            found |= zip(made, vectors, strict=True)
-            if computed is not None:
-                computed(len(found), len(keys))
-    return np.stack([found[key] for key in keys.values()])
 
 
 class _Views(ImageFiles):

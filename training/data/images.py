@@ -7,6 +7,7 @@ import io
 import math
 import shlex
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,8 +32,7 @@ from kinlens.training.config.settings import Input, Runtime
 from kinlens.training.data.records import LabelledImages
 from kinlens.training.own import own_part
 
-Item = tuple[Tensor, ...]
-"""An image or its features, its label and, with a teacher, the embedding of the teacher."""
+Item = tuple[Tensor, Tensor]
 Index = tuple[int, int, int]
 """(epoch, image, view): `view` is 0 at the first use of an image in an epoch, then 1, 2, ..."""
 
@@ -195,7 +195,7 @@ def worker_count(runtime: Runtime, device: torch.device, processes: int = 1) -> 
     return max(min(core_count() // processes - 1, _ON_GPU), 1)
 
 
-def batches(loader: DataLoader[Item]) -> Iterator[Item]:
+def batches(loader: DataLoader[Any]) -> Iterator[tuple[Tensor, Tensor]]:
     """The batches of a loader. Raises: DatasetError; TrainingError if a worker dies."""
     try:
         yield from loader

@@ -22,8 +22,6 @@ class Regularizer(nn.Module):
     - "draws": two draws of the same classes, which are the halves of the batch.
     - "flow": a flow in the network. `forward(features, labels, flow)` then maps features (B, D)
       before the flow, of any length, to the outputs of two branches, see `DeterminantRegularizer`.
-    - "teacher": the unit embeddings (B, T) of the same images by another model, which `forward`
-      gets in place of the labels, see `DistillationRegularizer`.
     """
 
     needs: ClassVar[Mapping[str, str]] = {}

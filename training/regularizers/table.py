@@ -10,7 +10,6 @@ from kinlens.training.fields import Options, OwnRegularizer
 from kinlens.training.own import own_part
 from kinlens.training.regularizers.base import Regularizer
 from kinlens.training.regularizers.determinant import DeterminantRegularizer
-from kinlens.training.regularizers.distillation import DistillationRegularizer
 from kinlens.training.regularizers.graph_consistency import GraphConsistencyRegularizer
 from kinlens.training.regularizers.koleo import KoLeoRegularizer
 from kinlens.training.regularizers.non_isotropy import NonIsotropyRegularizer
@@ -22,7 +21,6 @@ REGULARIZERS: dict[str, type[Regularizer]] = {
     "non_isotropy": NonIsotropyRegularizer,
     "graph_consistency": GraphConsistencyRegularizer,
     "koleo": KoLeoRegularizer,
-    "distillation": DistillationRegularizer,
 }
 
 GIVEN = ("dim",)

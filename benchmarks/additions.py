@@ -176,9 +176,11 @@ def report(found: Records) -> None:
             own = runs[addition]
             if addition in ("none", *BASES.values()):
                 texts = [f"{own[figure].mean():.1f}" for figure in FIGURES]
-            else:
-                change = own - runs[BASES.get(addition, "none")]
+            elif (base := BASES.get(addition, "none")) in runs:
+                change = own - runs[base]
                 texts = [interval(change[figure].dropna().to_numpy()) for figure in FIGURES]
+            else:
+                continue
             row(images, trunk, addition, len(own), *texts)
 
 

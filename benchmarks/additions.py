@@ -175,7 +175,7 @@ def report(found: Records) -> None:
         for addition in [name for name in (*ADDITIONS, *BASES) if name in runs]:
             own = runs[addition]
             if addition in ("none", *BASES.values()):
-                texts = [f"{own[figure].mean():.1f}" for figure in FIGURES]
+                texts = [f"{own[figure].mean():.1f}".replace("nan", "") for figure in FIGURES]
             elif (base := BASES.get(addition, "none")) in runs:
                 change = own - runs[base]
                 texts = [interval(change[figure].dropna().to_numpy()) for figure in FIGURES]

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.errors import CheckpointError
+from kinlens.embedder.types import Embeddings, Images
 from kinlens.training.__main__ import app
 from kinlens.training.bundles.bundle import export_checkpoint
 from kinlens.training.checkpoint import BEST, START, between, load_checkpoint, load_chosen
@@ -23,7 +24,7 @@ from kinlens.training.data.features import FeatureStore, pooled_views
 from kinlens.training.data.load import load_split
 from kinlens.training.data.records import Split
 from kinlens.training.folder import replace_json
-from kinlens.training.models.embedding import EmbeddingNet
+from kinlens.training.models.embedding import EmbeddingNet, torch_embed
 from kinlens.training.models.from_bundle import new_network
 from kinlens.training.runner import run_job
 from kinlens.training.start import whiten_within, whitening_helps
@@ -223,8 +224,18 @@ def test_without_a_proof_the_model_is_the_trunk_itself(
     assert any("no whitening is better" in x for x in listener.sentences) == (not helps)
     _, listener = ran(job, tmp_path / "run")
     assert listener.steps == []
+    embedded: list[int] = []
+
+    def counted(net: nn.Module, images: Images) -> Embeddings:
+        embedded.append(len(images))
+        return torch_embed(net, images)
+
+    monkeypatch.setattr("kinlens.training.bundles.bundle.torch_embed", counted)
     bundle = export_checkpoint(load_chosen(tmp_path / "run"), split, tmp_path / "bundle")
     assert bundle.manifest.dim == (16 if helps else new_network(job).channels)
+    assert embedded == [len(bundle.golden_inputs())], "the features of the photos are known"
+    assert bundle.manifest.parity is not None
+    assert bundle.manifest.parity.recall_at_1_torch == pytest.approx(result["figures"]["R@1"])
 
 
 @pytest.mark.parametrize(

@@ -42,11 +42,11 @@ from kinlens.training.bundles.graph import write_onnx
 from kinlens.training.bundles.map import write_map
 from kinlens.training.bundles.precisions import Candidate, OnRefusal, accepted, open_candidates
 from kinlens.training.checkpoint import Checkpoint
-from kinlens.training.config.job import parse_job
-from kinlens.training.config.settings import Input, Model, Runtime
+from kinlens.training.config.job import Job, parse_job
+from kinlens.training.config.settings import Input, Model
 from kinlens.training.data.records import LabelledImages, Split
 from kinlens.training.device import choose_device
-from kinlens.training.evaluation.evaluate import OnBatch, embed_with, searched
+from kinlens.training.evaluation.evaluate import OnBatch, embed, embed_with, searched
 from kinlens.training.evaluation.retrieval import Retrieval, queries_in, retrieval
 from kinlens.training.evaluation.structure import require_distinct
 from kinlens.training.folder import UNTRAINED
@@ -74,11 +74,14 @@ class _Data:
     """The images that an export is measured on, the precisions, and the callbacks."""
 
     split: Split
-    ks: tuple[int, ...]
-    runtime: Runtime
+    job: Job
     asked: Sequence[Precision]
     on_batch: OnBatch | None
     on_refusal: OnRefusal | None
+
+    @property
+    def ks(self) -> tuple[int, ...]:
+        return tuple(sorted({1, *self.job.recall_at}))
 
     @property
     def parts(self) -> dict[str, LabelledImages]:
@@ -129,9 +132,7 @@ def export_checkpoint(
     make_room(out)
     split.require(checkpoint.split_sha256, "The checkpoint")
     job = parse_job(checkpoint.job)
-    data = _Data(
-        split, tuple(sorted({1, *job.recall_at})), job.runtime, precisions, on_batch, on_refusal
-    )
+    data = _Data(split, job, precisions, on_batch, on_refusal)
     spec, backbone = job.input.preprocessing(), job.model.backbone
     if trunk and checkpoint.began_with != UNTRAINED:
         raise ExportError(
@@ -214,7 +215,7 @@ def _export(
         inputs = trial.golden_inputs()
         fp32 = OnnxEmbedder.open(trial, SessionSettings(threads=core_count()))
         golden = fp32.embed(inputs)
-        parity = check_parity(partial(torch_embed, net), fp32.embed, inputs)
+        parity = check_parity(trial.golden_vectors(), fp32.embed, inputs)
         figures: dict[str, Any] = {"parity": parity}
         candidates: list[Candidate] = []
         if data is not None:
@@ -269,17 +270,21 @@ def _embedded(
 ) -> _Vectors:
     """Vectors by part of the data and by source; each image is decoded once.
 
-    Torch runs on the device of the job, and `net` is on the CPU again afterwards.
+    Torch runs on the device of the job, and `net` is on the CPU again afterwards. Features of a
+    frozen trunk are in the cache of its training, otherwise they are computed for it.
     """
     vectors: _Vectors = {}
-    net.to(choose_device(data.runtime))
+    runtime = data.job.runtime
+    net.to(choose_device(runtime))
     for part, images in data.parts.items():
         functions: dict[str, Embed] = {"fp32": by_onnx}
-        if part != "validation":
+        if part != "validation" and net.frozen_trunk:
+            vectors[part, "torch"] = embed(net, images, data.job)
+        elif part != "validation":
             functions["torch"] = partial(torch_embed, net)
         if part == data.held_out:
             functions |= {candidate.mode.key: candidate.embed for candidate in candidates}
-        made = embed_with(functions, images, spec, data.runtime, data.on_batch)
+        made = embed_with(functions, images, spec, runtime, data.on_batch)
         vectors |= {(part, name): found for name, found in made.items()}
     net.cpu()
     return vectors
@@ -338,12 +343,16 @@ def golden_images(spec: Preprocessing) -> list[bytes]:
     return files
 
 
-def check_parity(by_torch: Embed, by_onnx: Embed, inputs: Images) -> Parity:
-    """Compare torch and ONNX on the golden tensors. Raises: ExportError above 1e-4."""
+def check_parity(by_torch: Embeddings, by_onnx: Embed, inputs: Images) -> Parity:
+    """Compare vectors of torch (N, D) with those of ONNX, in each batch size, on golden tensors.
+
+    Raises: ExportError above 1e-4.
+    """
     worst = 0.0
     for size in PARITY_BATCHES:
         batch = np.resize(inputs, (size, *inputs.shape[1:]))
-        difference = np.abs(by_torch(batch) - by_onnx(batch)).max()
+        expected = np.resize(by_torch, (size, by_torch.shape[1]))
+        difference = np.abs(expected - by_onnx(batch)).max()
         worst = max(worst, float(np.nan_to_num(difference, nan=np.inf)))
     if worst > MAX_DIFFERENCE:
         raise ExportError(

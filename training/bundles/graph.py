@@ -18,7 +18,14 @@ _POINTWISE = "Add Clip Concat Elu Gelu HardSigmoid HardSwish LeakyRelu Mul PRelu
 
 
 def write_onnx(net: nn.Module, size_px: int, path: Path, output: str = "embeddings") -> None:
-    """The inference graph with its weights: uint8 (N, 3, S, S) to float32 (N, ...), N free."""
+    """The inference graph with its weights: uint8 (N, 3, S, S) to float32 (N, ...), N free.
+
+    Activations of `net` that work in place do so no more: the exporter takes each of them apart,
+    which takes longer than all else.
+    """
+    for module in net.modules():
+        if hasattr(module, "inplace"):
+            module.inplace = False  # type: ignore[assignment]
     sample = torch.zeros(_TRACE_BATCH, 3, size_px, size_px, dtype=torch.uint8)
     write = partial(
         torch.onnx.export,

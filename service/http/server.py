@@ -39,7 +39,7 @@ def config_of(app: ASGIApp, settings: Settings) -> uvicorn.Config:
         ws="none",
         # A task of an earlier request may call the protocol, whose context the next would inherit.
         reset_contextvars=True,
-        loop="auto",  # uvloop's, if it is installed
+        loop="asyncio",
         backlog=_QUEUE,
         log_config=None,
         access_log=False,
@@ -67,19 +67,13 @@ def serve_on(
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     _allow_open_files()
     _share_the_interpreter()
-    config = config_of(app, settings)
-    with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
-        runner.run(_serve(config, app, listener, settings, on_start))
+    asyncio.run(_serve(app, listener, settings, on_start))
 
 
 async def _serve(
-    config: uvicorn.Config,
-    app: FastAPI,
-    listener: socket.socket,
-    settings: Settings,
-    on_start: Callable[[], None],
+    app: FastAPI, listener: socket.socket, settings: Settings, on_start: Callable[[], None]
 ) -> None:
-    server = uvicorn.Server(config)
+    server = uvicorn.Server(config_of(app, settings))
     loop = asyncio.get_running_loop()
     is_draining = is_ending = False
 

@@ -391,6 +391,9 @@ class VectorStore(Protocol):
     def add(self, entries: Iterable[Entry], owned: frozenset[str] | None = None) -> Written:
         """Store entries.
 
+        In a folder, a full delta is looked for before the entries are stored. One call can exceed
+        it by its own entries; a request over HTTP has at most 256.
+
         An entry with the key, sha256 and vector of an item updates its attributes. An entry with
         another sha256 or vector replaces the item, which gets a new id.
 

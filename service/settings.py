@@ -334,8 +334,8 @@ class Settings(BaseSettings):
     """Bytes of an image; a request may be 64 KiB larger."""
 
     request_timeout_ms: int = Field(default=10_000, ge=1)
-    """Limit of a search after its body is read; parsing a body and reading an image have this limit
-    too, each on its own.
+    """Limit of a search after its body is read, also if its gallery switches to another model
+    meanwhile. Parsing a body and reading an image have this limit too, each on its own.
     """
     shutdown_timeout_s: int = Field(default=5, ge=1)
     """Grace period for running requests at shutdown."""

@@ -31,7 +31,7 @@ from kinlens.embedder.types import Embeddings, Hit, ItemId
 from kinlens.indexer.gallery import Gallery as IndexedGallery
 from kinlens.indexer.types import Group, Item, SearchOptions, combined_query, no_checkpoint
 from kinlens.quality.calibration import Calibrated, Shares, choose
-from kinlens.service.concurrency import DaemonThreads, SearchThreads, too_late
+from kinlens.service.concurrency import DaemonThreads, SearchThreads, too_late, within
 from kinlens.service.encoding.cache import Cache, Lookup, answer_key
 from kinlens.service.encoding.model import Stages, View
 from kinlens.service.encoding.workers import Vector
@@ -98,23 +98,20 @@ class Pipeline:
         Raises: ImageError, GalleryError, SearchError, OverloadedError, DeadlineExceededError.
         """
         await self._registry.refresh_if_unknown(query.gallery)
-        try:
-            return await self._search(query)
-        except BundleMismatchError:
-            # A gallery on Milvus has switched to another bundle: wait for the model of that.
-            await self._registry.read_from_disk(self._limit_s, query.gallery)
-        return await self._search(query)
-
-    async def _search(self, query: Query) -> Answer:
         self.in_flight += 1
         try:
-            with self._registry.lease(query.gallery) as own:
-                async with asyncio.timeout(self._limit_s):
-                    return await self._run_in_thread(own, query)
-        except TimeoutError:
-            raise too_late(self._limit_s, *_LIMITED) from None
+            async with within(self._limit_s, *_LIMITED):
+                with contextlib.suppress(BundleMismatchError):
+                    return await self._search(query)
+                # A gallery on Milvus has switched to another bundle: wait for the model of that.
+                await self._registry.read_from_disk(self._limit_s, query.gallery)
+                return await self._search(query)
         finally:
             self.in_flight -= 1
+
+    async def _search(self, query: Query) -> Answer:
+        with self._registry.lease(query.gallery) as own:
+            return await self._run_in_thread(own, query)
 
     async def search_all(self, queries: Sequence[Query | Exception]) -> list[Answer | Exception]:
         """Answer queries concurrently and independently: the result of a query that fails is its

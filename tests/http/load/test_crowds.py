@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kinlens.embedder.errors import DeadlineExceededError
+from kinlens.embedder.errors import BundleMismatchError, DeadlineExceededError
 from kinlens.indexer.types import SearchOptions
 from tests.support.seams import Batcher, LruCache
 from tests.support.servers import (
@@ -249,6 +249,32 @@ def test_an_expired_search_frees_its_thread(start_service, embedder, gallery, ph
             assert "0.5 s" in assert_problem(answer, 503, "deadline-exceeded")["detail"]
     until(lambda: service.search(photos[5]).status_code == 200)
     until(lambda: len(reported) >= 2)
+
+
+def test_one_time_limit_covers_a_search_that_is_repeated(
+    start_service, embedder, gallery, photos
+) -> None:
+    """A gallery on Milvus may switch to another model between two searches."""
+    switched = threading.Event()
+
+    class Switching(type(gallery)):
+        def search(self, queries: Any, k: int, options: SearchOptions | None = None) -> Any:
+            if switched.is_set():
+                switched.clear()
+                threading.Event().wait(0.7)
+                repeated.set()
+                raise BundleMismatchError("another bundle")
+            if repeated.is_set():
+                threading.Event().wait(0.7)
+            return super().search(queries, k, options)
+
+    repeated = threading.Event()
+    service = start_service(
+        galleries={"shop": Switching(embedder, photos)}, request_timeout_ms=1_000
+    )
+    switched.set()
+    answer = service.search(photos[0])
+    assert "1 s" in assert_problem(answer, 503, "deadline-exceeded")["detail"]
 
 
 def test_queued_images_share_a_call_and_a_bad_one_fails_alone() -> None:

@@ -21,7 +21,7 @@ from kinlens.embedder.errors import CheckpointError, JobError
 OWN_PATH = r"^[^:]+:[A-Za-z_]\w*$"
 _NOT_OWN = "timm:"
 _ALIAS = "kinlens_own_"
-_PLAIN = (bool, int, float, str, tuple, type(None))
+_PLAIN = (bool, int, float, str, type(None))
 _TABLES = ("loss", "regularizers", "sampling", "input")
 
 _parts: dict[str, Any] = {}
@@ -125,16 +125,33 @@ def source_sha256(path: str) -> str:
 
 
 def _options(part: Any) -> bytes:
-    """The plain attributes of a module made by the user, such as its margin; b"" of a class."""
+    """The attributes of a module made by the user that are values, such as its margin or a list of
+    weights; b"" of a class. Its parameters and buffers are no options, but states that it learns.
+    """
     if inspect.isclass(part) or not hasattr(part, "named_modules"):
         return b""
     found = [
-        (module, name, value)
+        (module, name, _value(value))
         for module, one in part.named_modules()
         for name, value in sorted(vars(one).items())
-        if isinstance(value, _PLAIN) and name != "training" and not name.startswith("_")
+        if name != "training" and not name.startswith("_")
     ]
     return repr(found).encode()
+
+
+def _value(value: Any) -> Any:
+    """What `repr` shows whole and alike in each process; of another object its type."""
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, Mapping):
+        return [(_value(key), _value(one)) for key, one in value.items()]
+    if isinstance(value, list | tuple):
+        return [_value(one) for one in value]
+    if isinstance(value, set | frozenset):
+        return sorted(repr(_value(one)) for one in value)
+    if hasattr(value, "tolist"):  # a tensor, or an array of NumPy
+        return str(value.dtype), value.tolist()
+    return type(value).__qualname__
 
 
 def _kind_of(part: Any) -> Any:

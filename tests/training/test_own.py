@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,8 @@ from kinlens.embedder.bundle import WEIGHTS
 from kinlens.embedder.errors import CheckpointError, EvaluationError, JobError
 from kinlens.training import Callback, Regularizer, evaluate, export, fit, load_job
 from kinlens.training.commands.jobs import job_of
-from kinlens.training.own import register
+from kinlens.training.evaluation.structure import require_distinct
+from kinlens.training.own import register, source_sha256
 from tests.training.jobs import small_job
 
 ROOT = Path(__file__).parents[2]
@@ -134,9 +136,10 @@ def test_a_run_continues_with_the_source_that_it_began_with_alone(tmp_path: Path
 
 
 class Margin(nn.Module):
-    def __init__(self, margin: float) -> None:
+    def __init__(self, margin: float, options: Any = None) -> None:
         super().__init__()
         self.margin = margin
+        self.options = options
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         return (embeddings[labels == labels[0]] - self.margin).square().sum()
@@ -148,6 +151,17 @@ def test_a_run_continues_with_the_options_of_its_loss_alone(tmp_path: Path) -> N
     fit(job, out=run, loss=Margin(0.5), resume=True)
     with pytest.raises(CheckpointError, match=r":Margin, or with other options"):
         fit(job, out=run, loss=Margin(0.6), resume=True)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [lambda n: [n], lambda n: {"a": (n,)}, lambda n: torch.full((2000,), n), lambda n: {n}],
+)
+def test_options_in_containers_are_part_of_the_source(options: Any) -> None:
+    def source(n: float) -> str:
+        return source_sha256(register(Margin(0.5, options(n))))
+
+    assert source(1.0) == source(1.0) != source(2.0)
 
 
 def test_the_next_run_imports_an_edited_file_and_takes_other_images(tmp_path: Path) -> None:
@@ -270,6 +284,26 @@ def test_a_collapsed_model_ends_its_run_and_is_not_exported(tmp_path: Path) -> N
         with pytest.raises(EvaluationError, match="All embeddings are equal"):
             use(run)
     assert not (tmp_path / "bundle").exists()
+
+
+@pytest.mark.parametrize("points", [2, 10])
+def test_a_collapse_to_a_few_points_is_a_collapse(points: int) -> None:
+    labels = np.arange(400) % 50
+    vectors, noise = torch.randn(2, 400, 16, generator=torch.manual_seed(0))
+    few = nn.functional.normalize(vectors[labels % points] + 1e-4 * noise, dim=1)
+    with pytest.raises(EvaluationError, match=f"of 50 classes are only {points} different points"):
+        require_distinct(few, labels)
+
+
+@pytest.mark.parametrize("classes", [2, 3, 10, 50])
+def test_good_and_untrained_models_are_no_collapse(classes: int) -> None:
+    labels = np.arange(400) % classes
+    vectors, noise = torch.randn(2, 400, 16, generator=torch.manual_seed(0))
+    perfect = vectors[labels]  # one point for each class
+    half = vectors[(labels + 1) // 2]  # two classes that share all images
+    untrained = 1 + 0.02 * noise  # almost one direction
+    for found in (perfect, half, untrained):
+        require_distinct(nn.functional.normalize(found, dim=1), labels)
 
 
 def test_the_example_of_the_documentation_trains_and_exports(

@@ -307,7 +307,7 @@ def _figures(
         reason = str(error)
 
     images, fp32 = parts[data.held_out], vectors[data.held_out, "fp32"]
-    require_distinct(torch.from_numpy(fp32))
+    require_distinct(torch.from_numpy(fp32), parts[data.held_out].labels)
     recall = retrieval(fp32, images.labels, ks=data.ks).recall_by_name()
     page = HeldOut(split=data.held_out, images=len(images), recall=recall, no_calibration=reason)
     for candidate in candidates:

@@ -142,7 +142,7 @@ def figures_of(
         watch = partial(bar.advance, task)
         vectors = [embed_with({"": embed}, part, spec, runtime, watch)[""] for part in parts]
     settings: dict[str, Any] = {} if job is None else {"ks": job.recall_at, "seed": job.seed}
-    require_distinct(torch.from_numpy(vectors[0]))
+    require_distinct(torch.from_numpy(vectors[0]), parts[0].labels)
     figures = evaluate_embeddings(*searched(vectors, parts), full=full, **settings)
     if plot is not None:
         draw_embeddings(plot, vectors[0], parts[0], 0 if job is None else job.seed)

@@ -51,11 +51,12 @@ def evaluate(
     flow, its local Lipschitz constant. `before` (N,) are the ranks of another model on the same
     queries; they add `gain`. Under several ranks each embeds its share, and all get the figures.
 
-    Raises: EvaluationError if all embeddings are equal, unless the model `may_collapse`.
+    Raises: EvaluationError if the embeddings are one point or too few, unless the model
+        `may_collapse`.
     """
     vectors = [embed(net, part, job) for part in parts]
     if not may_collapse:
-        require_distinct(torch.from_numpy(vectors[0]))
+        require_distinct(torch.from_numpy(vectors[0]), parts[0].labels)
     figures: dict[str, float] = {}
     if is_main():
         there = [torch.as_tensor(x, device=choose_device(job.runtime)) for x in vectors]

@@ -16,6 +16,8 @@ from kinlens.training.evaluation.retrieval import Labels, Vectors, checked, full
 _ROWS = 4096
 _SOME = 256  # rows that show a collapse
 _LEAST_RANK = 1.0001  # random networks are above 1.001, rounded equal vectors below 1.00001
+_EQUAL = 1e-4  # distances below this part of the mean distance count as none
+_FEW = 4  # classes per distinct point
 _SMALLEST_DISTANCE = 1e-8
 _SMALLEST_SINGULAR_VALUE = float(torch.finfo(torch.float32).eps)
 _MOST_FOR_PLUS_PLUS = 200
@@ -57,12 +59,15 @@ def structure(embeddings: Vectors, labels: Labels) -> dict[str, float]:
     }
 
 
-def require_distinct(embeddings: Tensor) -> None:
-    """Raises: EvaluationError if unit embeddings (N, D) are all equal, or all on one line.
+def require_distinct(embeddings: Tensor, labels: Labels) -> None:
+    """Raises: EvaluationError if unit embeddings (N, D) are all equal, or all on one line, or if
+    they are so few points that each represents more than four classes.
 
-    Their effective rank, the exponential of the entropy of their spectrum, is then 1.
+    On one line their effective rank, the exponential of the entropy of their spectrum, is 1. Fewer
+    points than classes are no fault in themselves: classes may share images.
     """
-    rows = embeddings[:: max(len(embeddings) // _SOME, 1)].double()  # (M, D)
+    step = max(len(embeddings) // _SOME, 1)
+    rows = embeddings[::step].double()  # (M, D)
     count = len(rows)
     if count < 2 or not bool(rows.isfinite().all()):
         return
@@ -76,6 +81,16 @@ def require_distinct(embeddings: Tensor) -> None:
             f"All embeddings {what} (mean pairwise cosine {cosine:.6f}, effective rank "
             f"{rank:.4f}): the model has collapsed, and its answers are arbitrary. Train again "
             "with lower learning rates, or smaller weights of the regularizers."
+        )
+    distances = (1 - gram).clamp(min=0)
+    near = distances <= _EQUAL * distances.mean()
+    points = count - int(near.tril(diagonal=-1).any(dim=1).sum())  # rows that equal no earlier one
+    classes = len(np.unique(np.asarray(labels)[::step]))
+    if _FEW * points < classes:
+        raise EvaluationError(
+            f"{count:,} embeddings of {classes:,} classes are only {points:,} different points: "
+            "the model has collapsed, and most of its answers are arbitrary. Train again with "
+            "lower learning rates, or smaller weights of the regularizers."
         )
 
 

@@ -52,8 +52,8 @@ def main() -> None:
         heading("galleries", "idle, % of a core", "threads")
         for count, (share, threads) in idle.items():
             row(count, share, threads)
-        few, many = given.galleries
-        verdict("% of a core more for the galleries", idle[many][0] - idle[few][0], 1.0, True)
+        most = max(given.galleries)
+        verdict(f"% of a core with {most:,} empty galleries, idle", idle[most][0], 1.0, True)
         seconds = costs(bundle, Path(made), given.keys, given.rounds)
         heading("keys", "CPU ms of a request")
         for count, taken in seconds.items():

@@ -45,9 +45,13 @@ def in_grids() -> list[Job]:
 
 
 def positive_pairs(job: Job, batches: int = 12) -> list[int]:
-    """Pairs of a class in the first batches, or in each draw, on as many images as the data has."""
-    size = TRAIN_SIZES[job.data.kind]
-    labels = np.arange(size.images) % size.classes
+    """Pairs of a class in the first batches, or in each draw, on as many images as the data has, in
+    classes as uneven as those of products: some have two images alone.
+    """
+    images, classes = TRAIN_SIZES[job.data.kind]
+    rng = np.random.default_rng(0)
+    more = rng.multinomial(images - 2 * classes, rng.dirichlet(np.ones(classes)))
+    labels = np.repeat(np.arange(classes), 2 + more)
     order, counts = BatchSampler(job, labels), []
     for batch in islice(order, batches):
         for draw in np.split(labels[[image for _, image, _ in batch]], job.sampling.parts):

@@ -10,7 +10,16 @@ from torch import Tensor, nn
 
 from kinlens.embedder.bundle import WEIGHTS
 from kinlens.embedder.errors import CheckpointError, EvaluationError, JobError
-from kinlens.training import Callback, Regularizer, evaluate, export, fit, load_job
+from kinlens.training import (
+    Callback,
+    MlflowCallback,
+    Regularizer,
+    WandbCallback,
+    evaluate,
+    export,
+    fit,
+    load_job,
+)
 from kinlens.training.commands.jobs import job_of
 from kinlens.training.evaluation.structure import require_distinct
 from kinlens.training.own import register, source_sha256
@@ -200,6 +209,29 @@ def test_a_miner_of_the_user_selects_the_triplets(tmp_path: Path) -> None:
     labels = torch.arange(8) // 2
     by_path = TripletLoss(mining=f"{tmp_path}/parts.py:mined")(vectors, labels)
     assert torch.equal(by_path, TripletLoss(mining="semi_hard")(vectors, labels))
+
+
+@pytest.mark.parametrize(
+    ("package", "tracker", "file"),
+    [
+        ("mlflow", MlflowCallback, "runs/*/*/metrics/test R_at_1"),
+        ("wandb", WandbCallback, "wandb/offline-run-*/*.wandb"),
+    ],
+)
+def test_a_tracker_of_another_package_gets_the_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, tracker: Any, file: str
+) -> None:
+    pytest.importorskip(package)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "runs").as_uri())
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    job = small_job(tmp_path / "products", regularized=False)
+    result = fit(job, out=tmp_path / "run", callbacks=[tracker()])
+    [written] = tmp_path.glob(file)
+    assert written.stat().st_size
+    if package == "mlflow":
+        assert float(written.read_text().split()[1]) == pytest.approx(result.figures["R@1"])
 
 
 class Bare(nn.Module):

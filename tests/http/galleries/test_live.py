@@ -42,7 +42,7 @@ for line in sys.stdin:
     elif verb == "remove":
         gallery.remove([name])
     else:
-        gallery.compact()
+        gallery.compact(wait=True)
     print("done", flush=True)
 gallery.close()
 """
@@ -187,7 +187,7 @@ def test_no_answer_of_a_follower_mixes_two_snapshots(shop, address, follow) -> N
             for number in range(1, 5):
                 writer.update({f"{n}.png": {"round": number} for n in range(ITEMS)})
                 if number % 2:
-                    writer.compact()
+                    writer.compact(wait=True)
                 publish(shop, address)
                 until(lambda: all(version(service.url) == writer.version for service in services))
     assert all(len(rounds) > 2 and 4 in rounds for rounds in seen)

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from harness import heading, options, row, shared_folder, skip
+from harness import grocery_photos, heading, options, row, shared_folder, skip
 from PIL import Image, ImageFilter
 from scipy import stats
 
@@ -28,7 +28,7 @@ from kinlens.embedder.errors import KinlensError
 from kinlens.embedder.types import first_numbers
 from kinlens.training import fit, load_job
 from kinlens.training.checkpoint import load_chosen
-from kinlens.training.data.load import load_split, read_folder
+from kinlens.training.data.load import load_split
 from kinlens.training.data.records import LabelledImages
 from kinlens.training.evaluation.evaluate import embed
 from kinlens.training.evaluation.retrieval import retrieval
@@ -125,7 +125,7 @@ def job_of(
         settings += ["optimizer.batch_size=80"]  # 40 of its classes are trained on
     content = load_job("cars196-half-head", settings + ADDITIONS[addition]).as_dict()
     if data == "groceries":
-        content["data"] = groceries(shared / "data/grocery-store", folder / "images.csv")
+        content["data"] = groceries(shared, folder / "images.csv")
     return content
 
 
@@ -156,12 +156,11 @@ def of_a_phone(image: Image.Image, rng: np.random.Generator) -> bytes:
     return file.getvalue()
 
 
-def groceries(root: Path, file: Path) -> dict[str, Any]:
-    """The table `data` of all photos, of which a product has its own folder in each part."""
-    photos = [record for record in read_folder(root) if "iconic" not in record.path]
-    rows = [(record.path, Path(record.label).name) for record in photos]
+def groceries(shared: Path, file: Path) -> dict[str, Any]:
+    """The table `data` of all photos."""
+    rows = grocery_photos(shared)
     pd.DataFrame(rows, columns=["path", "label"]).to_csv(file, index=False)
-    return {"kind": "csv", "root": str(root), "file": str(file)}
+    return {"kind": "csv", "root": str(shared / "data/grocery-store"), "file": str(file)}
 
 
 def report(found: Records) -> None:

@@ -287,6 +287,13 @@ def shared_folder() -> Path | None:
     return root if (root / "data").is_dir() else None
 
 
+def grocery_photos(shared: Path) -> list[tuple[Path, str]]:
+    """All photos of groceries with their product, which has a folder in each part of the data."""
+    root = shared / "data/grocery-store"
+    photos = [path for path in sorted(root.rglob("*.jpg")) if "conic" not in path.name]
+    return [(path, path.parent.name) for path in photos]
+
+
 def sample_images(folder: Path, count: int) -> Path:
     """`folder` with JPEG files: photos of groceries if this machine has them, else smooth noise."""
     folder.mkdir(parents=True)

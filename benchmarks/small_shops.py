@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import Quiet, heading, options, row, shared_folder, skip
+from harness import Quiet, grocery_photos, heading, options, row, shared_folder, skip
 from scipy.io import loadmat
 from torch.nn import functional
 
 from kinlens.rendered.catalogue import class_name, render_view
 from kinlens.training.checkpoint import load_chosen
 from kinlens.training.config.job import load_job
-from kinlens.training.data.load import load_split, read_folder
+from kinlens.training.data.load import load_split
 from kinlens.training.evaluation.evaluate import embed, pooled
 from kinlens.training.evaluation.retrieval import retrieval
 from kinlens.training.folder import replace_json
@@ -100,11 +100,8 @@ def _kinds(shared: Path, work: Path, half: str) -> Kinds:
         path.parent.mkdir(parents=True, exist_ok=True)
         render_view(number, view, size_px=160).save(path)
         add(path, label, drawn=label, shape=label.split("-")[1])
-    root = shared / "data/grocery-store"
-    for record in read_folder(root):
-        if "iconic" not in record.path:
-            category = str(Path(record.label).parent)
-            add(root / record.path, record.label, grocery=record.label, category=category)
+    for path, name in grocery_photos(shared):
+        add(path, name, grocery=name, category=path.parent.parent.name)
     root = shared / "data/cars196-half"
     cars = loadmat(root / "cars_annos.mat", simplify_cells=True)["class_names"]
     for part in load_split(load_job("cars196-half", [f"data.root={root}"]).data).parts.values():

@@ -5,8 +5,9 @@ pixels everywhere.
 """
 
 import io
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,6 +54,13 @@ _WHOLE = {"quality": 90}
 
 Box = tuple[float, float, float, float]
 """A part of an image: left, top, width, height as fractions 0..1 of the upright image."""
+
+WHOLE: Box = (0.0, 0.0, 1.0, 1.0)
+
+_WINDOWS = ((1.0, (0.0,)), (2 / 3, (0.0, 1 / 3)))
+"""Side of a window as a fraction of each side of the image, and the starts of windows in a row.
+More and smaller windows find no more in benchmarks/clutter.py, and cost more.
+"""
 
 PixelBox = tuple[float, float, float, float]
 """A part of an image: left, top, right, bottom in pixels."""
@@ -115,6 +123,15 @@ def check_box(box: Sequence[float]) -> Box:
     return left, top, width, height
 
 
+def windows() -> list[Box]:
+    """The whole image, then four windows of two thirds of its width and height at its corners."""
+    return [
+        (left, top, side, side)
+        for side, starts in _WINDOWS
+        for top, left in itertools.product(starts, repeat=2)
+    ]
+
+
 def decode(
     data: bytes,
     limits: ImageLimits | None = None,
@@ -132,26 +149,48 @@ def decode(
     Raises: the errors of `read_header`; CorruptImageError also for a truncated file;
         InvalidParameterError for a box outside the image or smaller than a pixel.
     """
-    box = None if box is None else check_box(box)
+    [part] = _decoded(data, limits or ImageLimits(), min_side_px, [box], colour)
+    return part
+
+
+def _decoded(
+    data: bytes,
+    limits: ImageLimits,
+    min_side_px: int | None,
+    boxes: Sequence[Box | None],
+    colour: Colour,
+) -> Iterator[Image.Image]:
+    """The parts of an image, each with the pixels that `decode` gives for it alone. It is decoded
+    once, or once for each scale of a JPEG that the boxes need.
+    """
     as_shown = colour == "srgb"
-    with _open(data, limits or ImageLimits(), as_shown) as image:
-        if min_side_px is not None and opened_format(image) == "JPEG":
-            _draft(image, min_side_px, box)
-        try:
-            image.load()
-            turn = _TURNS.get(_orientation(image))
-            pixels = to_srgb(image) if as_shown else on_white(image)
-            upright = pixels if turn is None else pixels.transpose(turn)
-            upright.info.clear()  # a thumbnail must not name the place of a photo
-        except MemoryError:
-            raise
-        except Exception as error:
-            # Pillow's decoders raise many exception types on damaged data.
-            raise CorruptImageError(
-                f"The {opened_format(image)} image is truncated or damaged. Export it again from "
-                "the original, or send another file."
-            ) from error
-    return upright if box is None else _cut(upright, box)
+    uprights: dict[tuple[int, int], Image.Image] = {}
+    for box in boxes:
+        checked = None if box is None else check_box(box)
+        with _open(data, limits, as_shown) as image:
+            if min_side_px is not None and opened_format(image) == "JPEG":
+                _draft(image, min_side_px, checked)
+            if (upright := uprights.get(image.size)) is None:
+                upright = uprights[image.size] = _upright(image, as_shown)
+        yield upright if checked is None else _cut(upright, checked)
+
+
+def _upright(image: Image.Image, as_shown: bool) -> Image.Image:
+    try:
+        image.load()
+        turn = _TURNS.get(_orientation(image))
+        pixels = to_srgb(image) if as_shown else on_white(image)
+        upright = pixels if turn is None else pixels.transpose(turn)
+        upright.info.clear()  # a thumbnail must not name the place of a photo
+    except MemoryError:
+        raise
+    except Exception as error:
+        # Pillow's decoders raise many exception types on damaged data.
+        raise CorruptImageError(
+            f"The {opened_format(image)} image is truncated or damaged. Export it again from "
+            "the original, or send another file."
+        ) from error
+    return upright
 
 
 def preprocess(
@@ -163,7 +202,26 @@ def preprocess(
 
     Raises: the errors of `decode`.
     """
-    image = decode(data, limits, spec.resize_px, box, spec.colour)
+    pixels: NDArray[np.uint8] = preprocess_parts(data, spec, [box], limits)[0]
+    return pixels
+
+
+def preprocess_parts(
+    data: bytes,
+    spec: Preprocessing,
+    boxes: Sequence[Box | None],
+    limits: ImageLimits | None = None,
+) -> NDArray[np.uint8]:
+    """As `preprocess` for N > 0 parts of one image, which is decoded only once at each scale that
+    they need: uint8 (N, 3, S, S). A box that is None is the whole image.
+
+    Raises: the errors of `decode`.
+    """
+    parts = _decoded(data, limits or ImageLimits(), spec.resize_px, boxes, spec.colour)
+    return np.stack([_squared(part, spec) for part in parts])
+
+
+def _squared(image: Image.Image, spec: Preprocessing) -> NDArray[np.uint8]:
     square = central_box(image.size, spec)
     return to_chw(resize_box(image, square, spec.crop_px, spec.interpolation))
 

@@ -43,6 +43,9 @@ Part = tuple[str, tuple[str | None, bytes | str]]
 MAX_ITEMS = 256
 """Maximum number of items in one request with the default settings of the service."""
 
+AUTO = "auto"
+"""As crops: the whole image and parts of it, which the service chooses."""
+
 _MAX_BYTES = 32 * 2**20  # of one request
 _PART_BYTES = 200  # upper bound of the headers and boundary of a part
 _SHOWN = 200
@@ -67,11 +70,12 @@ class SearchOptions(TypedDict, total=False):
 
 
 class ImageSearchOptions(SearchOptions, total=False):
-    """Options of a search with images. `crops` apply to each image. With `combine` "best" an item
-    counts with the image and crop that it is most similar to, its `view`."""
+    """Options of a search with images. `crops` apply to each image; "auto" are the whole image and
+    parts of it, for busy photos. With `combine` "best", as with "auto", an item counts with the
+    image and crop that it is most similar to, its `view`."""
 
     gallery: str | None
-    crops: Sequence[Crop] | None
+    crops: Sequence[Crop] | Literal["auto"] | None
     combine: Literal["mean", "best"] | None
     positives: Sequence[str] | None
     negatives: Sequence[str] | None
@@ -175,16 +179,24 @@ def search_form(images: Images, options: ImageSearchOptions) -> list[Part]:
     """A search as parts of a form. Raises: ImageReadError, ArgumentError."""
     single = fields(options)
     parts = [_file(image) for image in _listed(images)]
-    crops: Any = single.pop("crops", ())
-    try:
-        parts += [_field("crop", ",".join(map(str, crop))) for crop in crops]
-    except TypeError:
-        raise ArgumentError(
-            f"crops = {crops!r:.{_SHOWN}} must be a list of (left, top, width, height)."
-        ) from None
+    parts += [_field("crop", crop) for crop in _crops(single.pop("crops", ()))]
     for name in ("positives", "negatives"):
         parts += [_field(name.removesuffix("s"), key) for key in _keys(name, single.pop(name, ()))]
     return parts + [_field(name, value) for name, value in single.items()]
+
+
+def _crops(crops: Any) -> list[str]:
+    """Crops as texts. Raises: ArgumentError."""
+    if isinstance(crops, str) and crops == AUTO:
+        return [AUTO]
+    try:
+        if isinstance(crops, str):
+            raise TypeError
+        return [",".join(map(str, crop)) for crop in crops]
+    except TypeError:
+        raise ArgumentError(
+            f'crops = {crops!r:.{_SHOWN}} must be "auto", or a list of (left, top, width, height).'
+        ) from None
 
 
 def _keys(name: str, keys: Any) -> Sequence[str]:
@@ -206,8 +218,12 @@ def batch_json(queries: Sequence[Query]) -> dict[str, Any]:
     for query in queries:
         given = {name: value for name, value in (query.options or {}).items() if value is not None}
         crops: Any = given.pop("crops", ())
+        is_auto = _crops(crops) == [AUTO]
         images = [
-            {"data": base64.b64encode(_content(image)).decode(), "crops": list(map(list, crops))}
+            {
+                "data": base64.b64encode(_content(image)).decode(),
+                "crops": AUTO if is_auto else list(map(list, crops)),
+            }
             for image in _listed(query.images)
         ]
         searches.append({"images": images, **given})

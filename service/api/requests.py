@@ -27,7 +27,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from kinlens.embedder.errors import FilterError, InvalidParameterError, KinlensError
-from kinlens.embedder.preprocess import Box, check_box
+from kinlens.embedder.preprocess import Box, check_box, windows
 from kinlens.embedder.programs.faults import path_of, shown
 from kinlens.indexer import types
 from kinlens.indexer.filters.json import filter_from_json
@@ -222,13 +222,47 @@ _Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 _Keys = Annotated[list[str], Field(default_factory=list, max_length=_MAX_KEYS, fail_fast=True)]
 
 
+AUTO: list[Box] = windows()
+"""The crops of `crops` = auto."""
+
+
+def _crops(value: Any, validate: ValidatorFunctionWrapHandler) -> list[Box]:
+    """A validator for a list of crops, or for auto; a form sends that as a list."""
+    if value in ("auto", ["auto"]):
+        return AUTO
+    if isinstance(value, str):
+        raise custom_error(f"crops = {shown(value)} is not valid; send auto, or a list of crops.")
+    checked_value: list[Box] = validate(value)
+    return checked_value
+
+
+_CROPS_SCHEMA: dict[str, Any] = {
+    "anyOf": [
+        {"type": "array", "items": _CROP_SCHEMA, "maxItems": Settings.max_crops},
+        {"const": "auto"},
+    ],
+    "description": f"auto: {len(AUTO)} windows, the whole image and parts of it, with combine = "
+    "best; for photos of which the product fills only a part.",
+}
+
+
 class ImageInput(Strict):
     """An image, or crops of it, each of which is a view of the query."""
 
     data: Annotated[bytes, BeforeValidator(base64_content), WithJsonSchema(_DATA_SCHEMA)]
     crops: Annotated[
-        list[_Crop], Field(default_factory=list, max_length=Settings.max_crops, fail_fast=True)
+        list[_Crop],
+        Field(default_factory=list, max_length=Settings.max_crops, fail_fast=True),
+        WrapValidator(_crops),
+        WithJsonSchema(_CROPS_SCHEMA),
     ]
+
+    @property
+    def boxes(self) -> Sequence[Box | None]:
+        """The parts to search with; the whole image as in a search without crops, which may have
+        cached its vector.
+        """
+        return [None, *AUTO[1:]] if self.crops is AUTO else self.crops
 
 
 class SearchFields(Strict):
@@ -396,11 +430,20 @@ class SearchRequest(SearchFields):
 
     @model_validator(mode="after")
     def _has_views(self) -> Self:
+        is_auto = any(image.crops is AUTO for image in self.images)
+        if is_auto and "combine" in self.model_fields_set and self.combine != "best":
+            raise custom_error(
+                f"crops = auto searches with each window; omit combine = {self.combine}, or send "
+                "combine = best."
+            )
+        if is_auto:
+            self.combine = "best"
         others = (self.positives, self.negatives, self.distinct)
         if self.combine == "best" and any((*others, self.diversity, self.boost, self.sort_by)):
+            cure = "omit crops = auto" if is_auto else "send combine = mean"
             raise custom_error(
                 "combine = best searches with each image and crop; omit positives, negatives, "
-                "distinct, diversity, boost and sort_by, or send combine = mean."
+                f"distinct, diversity, boost and sort_by, or {cure}."
             )
         return self
 
@@ -416,7 +459,7 @@ class SearchRequest(SearchFields):
                 [
                     view
                     for number, image in enumerate(self.images, 1)
-                    for view in views_of(image.data, image.crops, number)
+                    for view in views_of(image.data, image.boxes, number)
                 ]
             ),
             positives=tuple(dict.fromkeys(self.positives)),
@@ -537,8 +580,8 @@ def _batch_of_form(request: Request, body: bytes) -> list[Query | Exception]:
         raise _empty_query()
     _check("queries", len(images), Settings.max_batch_queries)
     search = _of_pairs(pairs, images[:1])
-    shared, crops = search.query(), search.images[0].crops
-    queries = [replace(shared, views=views_of(data, crops)) for data in images]
+    shared, boxes = search.query(), search.images[0].boxes
+    queries = [replace(shared, views=views_of(data, boxes)) for data in images]
     _check_amounts(queries)
     return list(queries)
 

@@ -72,7 +72,10 @@ _BATCHES = {
 }
 _FILE = {"type": "string", "format": "binary"}
 _FACETS = {"type": "string", "examples": ["colour,price"]}
-_CROP_TEXT = "left,top,width,height as fractions of the upright image; applies to each image."
+_CROP_TEXT = (
+    "left,top,width,height as fractions of the upright image; or auto for the whole image and "
+    "parts of it. Applies to each image."
+)
 _CROP = {"type": "string", "examples": ["0.1,0.2,0.5,0.5"]}
 
 

@@ -31,6 +31,11 @@ from kinlens.service.observe.metrics import span
 
 T = TypeVar("T")
 
+_PARTS = 5
+"""Parts of an image that one worker decodes and embeds at once: more would hold one core while
+others are idle, and could exceed the time and memory of a worker.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class View:
@@ -204,8 +209,8 @@ class Model:
 
         Raises: ImageError, InvalidParameterError, SearchError.
         """
-        facts = self.embedder
-        return self.workers.decode(view.data, facts.preprocessing, facts.limits, view.box)
+        pixels: NDArray[np.uint8] = self._decode([view])[0]
+        return pixels
 
     def compute(
         self,
@@ -215,7 +220,7 @@ class Model:
         is_numbered: bool = False,
     ) -> tuple[Embeddings, Stages]:
         """Compute the vectors (N, D) of N > 0 `views`, several at the same time, and cache them.
-        `check` is called before each view. With `is_numbered` an error names the image.
+        `check` is called before each image. With `is_numbered` an error names the image.
 
         Raises: ImageError, SearchError, BundleError, what `check` raises.
         """
@@ -251,41 +256,56 @@ class Model:
         check: Callable[[], object] = lambda: None,
         is_numbered: bool = False,
     ) -> tuple[Embeddings, Stages]:
+        """A few parts of one image go to one worker, which decodes it once."""
         started = time.perf_counter()
+        images: dict[str, list[int]] = {}
+        for position, view in enumerate(views):
+            images.setdefault(view.digest, []).append(position)
+        orders = [
+            parts[start : start + _PARTS]
+            for parts in images.values()
+            for start in range(0, len(parts), _PARTS)
+        ]
+        groups = [[views[position] for position in order] for order in orders]
 
-        def of_each(work: Callable[[View], T]) -> list[T]:
-            def call(view: View) -> T:
+        def of_each(work: Callable[[Sequence[View]], T]) -> list[T]:
+            def call(group: Sequence[View]) -> T:
                 check()
                 try:
-                    return work(view)
+                    return work(group)
                 except ImageError as error:
                     if is_numbered:
-                        raise type(error)(f"Image {view.number}: {error}") from error
+                        raise type(error)(f"Image {group[0].number}: {error}") from error
                     raise
 
-            return self._search_threads.each(call, views)
+            return self._search_threads.each(call, groups)
 
         if self._batcher is None:
             with span("embed"):
                 answers = of_each(self._embed)
-            vectors = np.stack([vector for vector, _ in answers])
+            found = np.concatenate([vectors for vectors, _ in answers])
             decode_ms = sum(took_ms for _, took_ms in answers)
         else:
             with span("decode"):
-                images = np.stack(of_each(self.decode))
+                pixels = np.concatenate(of_each(self._decode))
             decode_ms = (time.perf_counter() - started) * 1e3
             with span("embed"):
-                vectors = self._batcher.embed(images)
+                found = self._batcher.embed(pixels)
+        vectors = np.empty_like(found)
+        vectors[[position for order in orders for position in order]] = found
         total_ms = (time.perf_counter() - started) * 1e3
         decode_ms = min(decode_ms, total_ms)  # several images are decoded at the same time
         return vectors, Stages(decode_ms, total_ms - decode_ms)
 
-    def _embed(self, view: View) -> tuple[Vector, float]:
-        facts = self._facts
-        answer = self.workers.embed(
-            view.data, facts.preprocessing, facts.limits, view.box, facts.dim
-        )
-        self._on_batch(1)
+    def _decode(self, views: Sequence[View]) -> NDArray[np.uint8]:
+        facts, boxes = self.embedder, [view.box for view in views]
+        return self.workers.decode(views[0].data, facts.preprocessing, facts.limits, boxes)
+
+    def _embed(self, views: Sequence[View]) -> tuple[Embeddings, float]:
+        facts, boxes = self._facts, [view.box for view in views]
+        data, spec = views[0].data, facts.preprocessing
+        answer = self.workers.embed(data, spec, facts.limits, boxes, facts.dim)
+        self._on_batch(len(views))
         return answer
 
 

@@ -4,7 +4,7 @@ Its protocol with the service over one socket:
 
 first:   READY, length, the layers of its sandbox (JSON)
 request: lengths of order and image, order (`Order` as JSON), image
-reply:   status, length of the content, content (pixels; or a vector and the decoding time in ms, as
+reply:   status, length of the content, content (pixels; or vectors and the decoding time in ms, as
          float32; or a JPEG; or JSON: class name and text of an error)
 
 The service never executes or unpickles what a worker sends. A worker ends when the service closes
@@ -33,7 +33,7 @@ from pydantic import PlainSerializer, TypeAdapter
 from kinlens.embedder import errors
 from kinlens.embedder.errors import BundleError, ImageError, InvalidParameterError
 from kinlens.embedder.manifest import Preprocessing
-from kinlens.embedder.preprocess import Box, ImageLimits, preprocess, render_jpeg
+from kinlens.embedder.preprocess import Box, ImageLimits, preprocess_parts, render_jpeg
 from kinlens.embedder.types import Embed
 from kinlens.service.encoding.sandbox import Layer, enter, enter_again
 
@@ -49,7 +49,7 @@ _TEXT_CHARACTERS = 500
 _CACHED_ORDERS = 64
 
 EMBED_S = 30.0
-"""Time limit of the model for one decoded image."""
+"""Time limit of the model for the parts of an image in one order."""
 
 LAYERS = TypeAdapter(list[Layer])
 
@@ -61,13 +61,13 @@ def _with_colour(spec: Preprocessing | None) -> dict[str, object] | None:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What to do with an image: decode it by `spec`, and `embed` it; or render a JPEG of at most
-    `side_px` a side.
+    """What to do with an image: decode the parts in `boxes` by `spec`, and `embed` them; or render
+    a JPEG of at most `side_px` a side.
     """
 
     limits: ImageLimits
     spec: Annotated[Preprocessing | None, PlainSerializer(_with_colour)] = None
-    box: Box | None = None
+    boxes: tuple[Box | None, ...] = (None,)
     embed: bool = False
     side_px: int = 0
 
@@ -168,14 +168,13 @@ def _content(image: bytes, order: bytes, embed: Embed | None) -> bytes | memoryv
     if wanted.spec is None:
         return render_jpeg(image, wanted.limits, wanted.side_px)
     started = perf_counter()
-    pixels = preprocess(image, wanted.spec, wanted.limits, wanted.box)
+    pixels = preprocess_parts(image, wanted.spec, wanted.boxes, wanted.limits)
     if not wanted.embed:
         return pixels.data.cast("B")
     assert embed is not None
     decode_ms = 1e3 * (perf_counter() - started)
     signal.setitimer(signal.ITIMER_REAL, EMBED_S)  # replaces the alarm for decoding
-    [vector] = embed(pixels[np.newaxis])
-    return np.append(vector, np.float32(decode_ms)).tobytes()
+    return np.append(embed(pixels), np.float32(decode_ms)).tobytes()
 
 
 def _receive(connection: socket.socket, count: int) -> bytes:

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from kinlens.embedder.errors import ImageCostError, KinlensError, SearchError
 from kinlens.embedder.manifest import Preprocessing
 from kinlens.embedder.preprocess import MAX_SIDE_PX, Box, ImageLimits
+from kinlens.embedder.types import Embeddings
 from kinlens.service.concurrency import begin_in_thread
 from kinlens.service.encoding.fork_server import Choice, ForkServer
 from kinlens.service.encoding.sandbox import Layer
@@ -144,36 +145,46 @@ class Workers:
         self._end()
 
     def decode(
-        self, data: bytes, spec: Preprocessing, limits: ImageLimits, box: Box | None = None
+        self,
+        data: bytes,
+        spec: Preprocessing,
+        limits: ImageLimits,
+        boxes: Sequence[Box | None] = (None,),
     ) -> Pixels:
-        """Decode an image, or its part in `box`, as uint8 (3, S, S).
+        """Decode an image, or its parts in `boxes`, as uint8 (N, 3, S, S).
 
         Raises: ImageError (ImageCostError if the worker was killed or crashed),
-            InvalidParameterError for the box, SearchError if there is no worker.
+            InvalidParameterError for a box, SearchError if there is no worker.
         """
-        shape = 3, spec.crop_px, spec.crop_px
-        order = Order(limits, spec, box)
+        shape = len(boxes), 3, spec.crop_px, spec.crop_px
+        order = Order(limits, spec, tuple(boxes))
         return self._ask(order, data, math.prod(shape), lambda content: content.reshape(shape))
 
     def embed(
-        self, data: bytes, spec: Preprocessing, limits: ImageLimits, box: Box | None, dim: int
-    ) -> tuple[Vector, float]:
-        """The unit vector (dim,) of an image, and the milliseconds for decoding it. The fork server
-        must have a model with `dim` dimensions.
+        self,
+        data: bytes,
+        spec: Preprocessing,
+        limits: ImageLimits,
+        boxes: Sequence[Box | None],
+        dim: int,
+    ) -> tuple[Embeddings, float]:
+        """The unit vectors (N, dim) of the parts of an image in `boxes`, and the milliseconds for
+        decoding it. The fork server must have a model with `dim` dimensions.
 
         Raises: ImageError (ImageCostError if the worker was killed or crashed),
-            InvalidParameterError for the box, SearchError if there is no worker.
+            InvalidParameterError for a box, SearchError if there is no worker.
         """
+        count = len(boxes)
 
-        def read(content: Pixels) -> tuple[Vector, float]:
+        def read(content: Pixels) -> tuple[Embeddings, float]:
             numbers = content.view(np.float32)
-            vector, decode_ms = numbers[:-1], float(numbers[-1])
-            if len(vector) != dim or not abs(float(vector @ vector) - 1.0) < _OFF_UNIT:
+            vectors, decode_ms = numbers[:-1].reshape(count, dim), float(numbers[-1])
+            if not (abs((vectors**2).sum(axis=1) - 1.0) < _OFF_UNIT).all():
                 raise ValueError
-            return vector, decode_ms if 0 <= decode_ms <= 1e3 * self._timeout_s else 0.0
+            return vectors, decode_ms if 0 <= decode_ms <= 1e3 * self._timeout_s else 0.0
 
-        order = Order(limits, spec, box, embed=True)
-        return self._ask(order, data, 4 * (dim + 1), read, EMBED_S)
+        order = Order(limits, spec, tuple(boxes), embed=True)
+        return self._ask(order, data, 4 * (count * dim + 1), read, EMBED_S)
 
     def render(self, data: bytes, limits: ImageLimits, side_px: int = MAX_SIDE_PX) -> bytes:
         """Render an image as a JPEG of at most `side_px` a side.

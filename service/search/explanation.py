@@ -110,7 +110,7 @@ def _decoded(served: Served, image: bytes) -> NDArray[np.uint8]:
     embedder = served.model.embedder
     limits = replace(embedder.limits, max_bytes=ANY_SIZE.max_bytes)
     try:
-        return served.model.workers.decode(image, embedder.preprocessing, limits)
+        decoded = served.model.workers.decode(image, embedder.preprocessing, limits)
     except ImageCostError as error:
         raise DeadlineExceededError(
             "Decoding the image of the item exceeded the limit of time or memory. Put the item "
@@ -118,3 +118,5 @@ def _decoded(served: Served, image: bytes) -> NDArray[np.uint8]:
         ) from error
     except ImageError as error:
         raise ItemNotFoundError(f"The image of this item cannot be read: {error}") from error
+    pixels: NDArray[np.uint8] = decoded[0]
+    return pixels

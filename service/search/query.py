@@ -99,7 +99,7 @@ class Query:
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-def views_of(data: bytes, boxes: Sequence[Box] = (), number: int = 1) -> tuple[View, ...]:
+def views_of(data: bytes, boxes: Sequence[Box | None] = (), number: int = 1) -> tuple[View, ...]:
     """The views of one encoded image: one for each box, or the whole image without boxes."""
     digest = hashlib.sha256(data).hexdigest()
     boxes_or_whole: Sequence[Box | None] = boxes or (None,)

@@ -2,10 +2,11 @@ import io
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image, ImageCms
+from PIL import Image, ImageCms, ImageFile
 
 from kinlens.embedder import errors
 from kinlens.embedder.fake import FakeEmbedder
@@ -16,8 +17,10 @@ from kinlens.embedder.preprocess import (
     check_box,
     decode,
     preprocess,
+    preprocess_parts,
     render_jpeg,
     resize_box,
+    windows,
 )
 from tests.support.odd_images import (
     FORMATS,
@@ -208,6 +211,26 @@ def test_a_jpeg_is_decoded_at_the_scale_that_suits_its_crop_box(orientation: int
         assert min(size) >= min(40, round(1200 * part))
     narrow = decode(data, min_side_px=40, box=(0.5, 0.0, 0.05, 1.0))
     assert min(narrow.size) >= 40
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+def test_parts_have_the_pixels_that_each_has_alone(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = turned(photo(5, (1600, 1200)), kind, 6)
+    boxes = [None, *windows(), (0.3, 0.3, 0.05, 0.1)]
+    alone = [preprocess(data, SPEC, box=box) for box in boxes]
+    decoded, load = [], ImageFile.ImageFile.load
+
+    def counted(image: Any) -> Any:
+        if image.fp is not None:
+            decoded.append(image.size)
+        return load(image)
+
+    monkeypatch.setattr(ImageFile.ImageFile, "load", counted)
+    assert np.array_equal(preprocess_parts(data, SPEC, boxes), alone)
+    assert len(set(decoded)) <= (4 if kind == "JPEG" else 1)
+    assert len(decoded) == len(set(decoded))
 
 
 @pytest.mark.parametrize(

@@ -229,6 +229,11 @@ def test_a_gallery_is_made_filled_searched_and_deleted(client, data, tmp_path) -
     for image in (data[1], tmp_path / "0.png", str(file), io.BytesIO(data[2])):
         assert client.search(image, gallery="life", k=2, exact=True).match
     assert client.search(gallery="life", positives=["a/0"], negatives=["c"]).hits[0].key == "a/1"
+    windows = {"gallery": "life", "crops": "auto"}
+    hits = client.search(data[1], **windows).hits
+    assert {len(hit.view.crop or ()) for hit in hits} <= {0, 4}
+    [batch] = client.search_batch([Query(data[1], windows)]).answers
+    assert batch.answer.hits == hits
     queries = [Query(data[1], {"gallery": "life", "k": 1}), Query(b"", {"gallery": "life"})]
     assert [one.status for one in client.search_batch(queries).answers] == [200, 400]
     assert client.similar("life", first.id, k=1, filter="price > 0").hits[0].key == "a/1"
@@ -531,6 +536,7 @@ def test_large_images_are_read_and_sent_a_few_at_a_time(ask) -> None:
         (lambda c: c.put("g", "k", b"x", {"a": np.timedelta64(1, "s")}), errors.ArgumentError),
         (lambda c: c.put("g", 7, b"x"), errors.ArgumentError),
         (lambda c: c.search(b"x", crops=[1]), errors.ArgumentError),
+        (lambda c: c.search(b"x", crops="all"), errors.ArgumentError),
         (lambda c: c.search(positives="k"), errors.ArgumentError),
     ],
 )

@@ -59,7 +59,7 @@ def assert_decodes(decoder: Any, kinds: Sequence[str] = ("JPEG",)) -> None:
     for kind in kinds:
         data = encoded(photo(1, (320, 200)), kind)
         expected = preprocess(data, SPEC, LIMITS)
-        assert np.array_equal(decoder.decode(data, SPEC, LIMITS), expected), kind
+        assert np.array_equal(decoder.decode(data, SPEC, LIMITS)[0], expected), kind
 
 
 @pytest.fixture(autouse=True)
@@ -78,16 +78,16 @@ def test_pixels_and_errors_equal_a_direct_call() -> None:
     noise = np.random.default_rng(0).integers(0, 256, (2200, 2200, 3), dtype=np.uint8)
     large = encoded(Image.fromarray(noise), "BMP")  # larger than every buffer of a socket
     with running() as decoder:
-        assert np.array_equal(decoder.decode(large, SPEC, LIMITS), preprocess(large, SPEC))
+        assert np.array_equal(decoder.decode(large, SPEC, LIMITS)[0], preprocess(large, SPEC))
         for kind in FORMATS:
             data = encoded(photo(1, (320, 200)), kind)
-            for box in (None, (0.25, 0.1, 0.5, 0.6)):
-                pixels = decoder.decode(data, SPEC, LIMITS, box)
+            boxes = None, (0.25, 0.1, 0.5, 0.6)
+            for box, pixels in zip(boxes, decoder.decode(data, SPEC, LIMITS, boxes), strict=True):
                 assert np.array_equal(pixels, preprocess(data, SPEC, LIMITS, box))
                 assert (pixels.dtype, pixels.shape) == (np.uint8, (3, 32, 32))
         wide = colour_spaces()["prophoto-JPEG"]
         shown, stored = (
-            decoder.decode(wide, spec, LIMITS)
+            decoder.decode(wide, spec, LIMITS)[0]
             for spec in (SPEC, SPEC.model_copy(update={"colour": "stored"}))
         )
         assert np.array_equal(shown, preprocess(wide, SPEC))
@@ -96,7 +96,7 @@ def test_pixels_and_errors_equal_a_direct_call() -> None:
             with pytest.raises(errors.KinlensError) as direct:
                 preprocess(data, SPEC, limits, box)
             with pytest.raises(type(direct.value)) as remote:
-                decoder.decode(data, SPEC, limits, box)
+                decoder.decode(data, SPEC, limits, [box])
             assert str(remote.value) == str(direct.value)
         assert (decoder.restarts, decoder.kills) == (0, 0)
 

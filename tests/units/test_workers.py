@@ -47,8 +47,8 @@ def running(
 
 def embed(workers: Any, bundle: Bundle, data: bytes, box: Any = None) -> tuple[Any, float]:
     manifest = bundle.manifest
-    found = workers.embed(data, manifest.preprocessing, ImageLimits(), box, manifest.dim)
-    vector, decode_ms = found
+    found = workers.embed(data, manifest.preprocessing, ImageLimits(), [box], manifest.dim)
+    [vector], decode_ms = found
     return vector, float(decode_ms)
 
 

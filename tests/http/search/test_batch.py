@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from kinlens.embedder.preprocess import windows
 from tests.support.market import COUNT, found, keys, photo, post, text_of
 from tests.support.shops import assert_problem, sha256, start_shop
 
@@ -144,6 +145,27 @@ def test_an_item_counts_with_its_best_view(market, alone) -> None:
     again = post(market, asked(combine="best")).json()
     assert (again["cached"], again["hits"]) == (True, hits)
     assert "view" not in post(market, asked()).json()["hits"][0]
+
+
+def test_windows_are_crops_that_nobody_has_to_send(market) -> None:
+    data, crops = text_of(photo(8)), [list(box) for box in windows()]
+    by_hand = post(market, {"images": [{"data": data, "crops": crops}], "combine": "best"}).json()
+    found = post(market, {"images": [{"data": data, "crops": "auto"}]}).json()
+    for hit, expected in zip(found["hits"], by_hand["hits"], strict=True):
+        crop = hit["view"]["crop"] or [0, 0, 1, 1]  # null is the whole image
+        assert (hit["key"], hit["score"], crop) == (
+            expected["key"],
+            expected["score"],
+            expected["view"]["crop"],
+        )
+    files = [("image", ("a.png", photo(8)))]
+    form = market.client.post("/search", files=files, data={"crop": "auto"}).json()
+    assert form["hits"] == found["hits"]
+    batch = market.client.post(BATCH, files=files, data={"crop": "auto"}).json()
+    assert batch["answers"][0]["answer"]["hits"] == found["hits"]
+    many = [{"images": [{"data": data, "crops": "auto"}]}] * 64
+    refused = assert_problem(post(market, {"queries": many}, BATCH), 422, "invalid-parameter")
+    assert f"{64 * len(crops)} images and crops in total; the limit is 256" in refused["detail"]
 
 
 def test_products_are_ranked_by_their_best_image_on_every_page(market, alone) -> None:

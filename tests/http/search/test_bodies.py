@@ -119,6 +119,16 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "images": ({"images": [{"data": GOOD}] * 33}, "images has 33 entries; use 32 or fewer"),
     "crops": (cropped(*[[0, 0, 1, 1]] * 17), "images[0].crops has 17 entries; use 16 or fewer"),
     "crop outside": (cropped([0.9, 0, 0.5, 1]), "extends beyond the image"),
+    "all crops": ({"images": [{"data": GOOD, "crops": "all"}]}, "send auto, or a list of crops"),
+    "windows and crops": (cropped("auto", [0, 0, 1, 1]), "crop = auto is not a crop"),
+    "mean of windows": (
+        {"images": [{"data": GOOD, "crops": "auto"}], "combine": "mean"},
+        "crops = auto searches with each window; omit combine = mean",
+    ),
+    "liked windows": (
+        {"images": [{"data": GOOD, "crops": "auto"}], "positives": ["0"]},
+        "diversity, boost and sort_by, or omit crops = auto",
+    ),
     "crop of three": (cropped([0, 0, 1]), "four finite numbers"),
     "crop of null": (cropped(None), "left,top,width,height"),
     "key no text": ({"positives": [7]}, "positives[0]"),
@@ -149,7 +159,7 @@ def test_limits_are_enforced_and_documented(market) -> None:
     content = paths["/search"]["post"]["requestBody"]["content"]
     schema = content["application/json"]["schema"]["properties"]
     assert schema["images"]["maxItems"] == 32
-    assert schema["images"]["items"]["properties"]["crops"]["maxItems"] == 16
+    assert schema["images"]["items"]["properties"]["crops"]["anyOf"][0]["maxItems"] == 16
     assert schema["k"]["anyOf"][0]["maximum"] == 10_000
     assert content["multipart/form-data"]["schema"]["properties"]["k"]["default"] == 20
 

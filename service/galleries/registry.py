@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import copy
 import math
-import os
 import threading
 import time
 from collections import defaultdict
@@ -780,12 +779,9 @@ def probe(gallery: Opened, model: Model) -> tuple[str, bool]:
 
 
 def _begin_compaction(gallery: Opened, location: GalleryLocation) -> None:
-    """Compact a gallery whenever it is due, at a write or at the next look after one of another
-    process. Otherwise a gallery whose items are replaced again and again would grow for ever.
-    """
     if isinstance(gallery, IndexedGallery):
         gallery.when_full = "refuse"
-        if location.path is not None and os.access(location.path, os.W_OK):
+        if location.managed:
             gallery.compact_in_background()
 
 

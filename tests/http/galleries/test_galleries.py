@@ -14,7 +14,6 @@ from kinlens.embedder.fake import FakeEmbedder
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.ingest.build import build_gallery
 from kinlens.indexer.ingest.sources import folder_source
-from kinlens.indexer.live import compaction
 from kinlens.service.runtime import Runtime
 from kinlens.service.settings import Settings
 from tests.embedder.bundles import write_full_bundle
@@ -146,8 +145,7 @@ def test_a_configured_gallery_can_be_written_but_not_deleted(tmp_path, data, clo
     assert (photos / "0.png").read_bytes() == data[0]
 
 
-def test_galleries_of_the_settings_and_managed_ones_are_compacted_automatically(tmp_path) -> None:
-    """After writes over HTTP, and after those of another process."""
+def test_only_a_managed_gallery_is_compacted_automatically(tmp_path) -> None:
     folders = {"given": tmp_path / "given", "made": tmp_path / "state" / "galleries" / "made"}
     for name, folder in folders.items():
         make_gallery(folder, name, count=20)
@@ -158,25 +156,8 @@ def test_galleries_of_the_settings_and_managed_ones_are_compacted_automatically(
         for name in folders:
             body = {"keys": [f"{name}-{n}" for n in range(10)]}
             shop.client.post(f"/galleries/{name}/items/delete", json=body).raise_for_status()
-            until(lambda name=name: shop.gallery(name)["index"]["tombstones"] == 0)
-            with closing(Gallery.open(folders[name])) as script:
-                script.remove(f"{name}-{n}" for n in range(10, 15))
-            until(lambda name=name: shop.gallery(name)["size"] == 5)
-            until(lambda name=name: shop.gallery(name)["index"]["tombstones"] == 0)
-
-
-def test_photos_that_are_replaced_for_ever_fill_no_gallery_of_the_settings(
-    tmp_path, monkeypatch
-) -> None:
-    monkeypatch.setattr(compaction, "_SMALL_DELTA", 2)
-    make_gallery(tmp_path / "given", "given", count=2)
-    given = (f"given={tmp_path / 'given'}",)
-    with closing(start_shop(tmp_path / "state", create=False, galleries=given)) as shop:
-        for n in range(30):
-            shop.put({"same": encoded(photo(n))}, gallery="given")
-        until(lambda: shop.gallery("given")["index"]["compaction_due"] is None)
-        index = shop.gallery("given")["index"]
-        assert index["delta"] + index["tombstones"] < 8
+        until(lambda: shop.gallery("made")["index"]["tombstones"] == 0)
+        assert shop.gallery("given")["index"]["tombstones"] == 10
 
 
 def test_without_a_state_folder_writes_are_409_with_the_cure(start_service, data) -> None:

@@ -8,9 +8,9 @@ import numpy as np
 
 from kinlens.embedder.durable import sweep
 from kinlens.embedder.errors import GalleryCorruptError
-from kinlens.indexer.catalog.earlier import row_ids_of
+from kinlens.indexer.catalog.earlier import StoredVectors, row_ids_of
 from kinlens.indexer.catalog.read import CatalogView
-from kinlens.indexer.catalog.vectors import VECTORS
+from kinlens.indexer.catalog.vectors import VECTORS, VectorFile
 from kinlens.indexer.columns.columns import Columns
 
 COLUMNS = "columns"
@@ -32,7 +32,7 @@ def load_columns(generation: Path, view: CatalogView, *, from_scratch: bool = Fa
         return _advanced(columns, view)
     seq, last = view.state().seq, view.last_given()
     row_ids = row_ids_of(view)
-    columns = Columns(view.state().vectors, row_ids, seq, row_ids.rows_up_to(last), {})
+    columns = Columns(_space_of(view), row_ids, seq, row_ids.rows_up_to(last), {})
     types = view.schema()
     for ids, attributes in view.attributes(_BATCH):
         columns = columns.changed(ids, attributes, types, seq, columns.size)
@@ -54,11 +54,21 @@ def stored_columns(generation: Path, view: CatalogView) -> Columns | None:
     return columns if _are_before(columns, view) else None
 
 
-def columns_at(generation: Path, view: CatalogView, *known: Columns | None) -> Columns:
+def columns_at(
+    generation: Path,
+    view: CatalogView,
+    *known: Columns | None,
+    file: StoredVectors | None = None,
+) -> Columns:
     """The columns of the state of `view`, from the first of the `known` ones that are of this or
     of an earlier state in the same rows. If there are none, they are loaded, and stored if that
     took long.
+
+    file: the vectors whose rows the columns have; by default those of `view`. A compaction may
+        have rewritten them since.
     """
+    if isinstance(file, VectorFile):
+        view = CatalogView(view.connection, file)
     columns = next((one for one in known if one is not None and _are_before(one, view)), None)
     if columns is not None:
         return _advanced(columns, view)
@@ -72,8 +82,11 @@ def columns_at(generation: Path, view: CatalogView, *known: Columns | None) -> C
 
 
 def _are_before(columns: Columns, view: CatalogView) -> bool:
-    state = view.state()
-    return columns.space == state.vectors and columns.seq <= state.seq
+    return columns.space == _space_of(view) and columns.seq <= view.state().seq
+
+
+def _space_of(view: CatalogView) -> str | None:
+    return None if view.file is None else view.file.name
 
 
 def _advanced(columns: Columns, view: CatalogView) -> Columns:

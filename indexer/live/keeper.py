@@ -85,7 +85,9 @@ class SnapshotKeeper:
         columns = known.columns
         if columns is None or columns.seq != now.snapshot.state.seq:
             with self._loading:
-                columns = columns_at(self.generation, now.view, self._columns, known.columns)
+                columns = columns_at(
+                    self.generation, now.view, self._columns, known.columns, file=now.snapshot.file
+                )
                 known.columns = columns
                 if self._columns is None or self._columns.seq <= columns.seq:
                     self._columns = columns
@@ -151,7 +153,7 @@ class SnapshotKeeper:
         elif following is not None and following.state.is_before(state):
             self._next = None  # a later compaction has replaced it
         assert current is not None
-        if current.state != state:
+        if current.state != state and _fits(current, state):  # else the same items in other rows
             current = current.advanced(view, state)
         self._check_size(current)
         self._snapshot = current
@@ -187,7 +189,7 @@ class SnapshotKeeper:
 
     def _can_keep(self, current: Snapshot, state: State) -> bool:
         """Whether searches can use the present segment while a thread opens the new one."""
-        if not _fits(current, state):
+        if current.state.seq != state.seq and not _fits(current, state):
             return False
         following, opener = self._next, self._opener
         is_opening = opener is not None and opener.is_alive()
@@ -198,7 +200,9 @@ class SnapshotKeeper:
         return True
 
     def refresh(self) -> None:
-        """Open the latest segment unless it is in use already. Searches are not blocked."""
+        """Open the latest segment unless it is in use already. Searches use the present one, and
+        wait only if a write follows on rewritten vectors.
+        """
         if not self._refreshing.acquire(blocking=False):
             return
         base: Base | None = None

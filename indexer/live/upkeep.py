@@ -85,7 +85,7 @@ class GalleryUpkeep(GalleryReader):
                 size=state.size,
                 delta=delta,
                 tombstones=0 if segment is None else segment.items - (state.size - delta),
-                compaction_due=self._due(reading.view, state),
+                compaction_due=self._due(reading.view, reading.view.state()),
                 segment=segment,
             )
 
@@ -135,7 +135,7 @@ class GalleryUpkeep(GalleryReader):
 
     def refresh(self) -> None:
         """Notice what other processes have written: open a new segment, so that no search has to
-        wait for it, and compact in the background if that is due.
+        open it, and compact in the background if that is due.
         """
         self._snapshots.refresh()
         self._snapshots.follow()

@@ -169,6 +169,37 @@ def test_searches_go_on_while_a_new_segment_is_opened(gallery, out, monkeypatch)
         assert keys(reader) == keys(gallery)
 
 
+@pytest.mark.parametrize("is_filtered_before", [False, True])
+def test_searches_go_on_while_the_segment_of_rewritten_vectors_is_opened(
+    gallery, out, monkeypatch, is_filtered_before
+) -> None:
+    gallery.add(entries(range(30)))
+    gallery.compact()
+    may_open, original = threading.Event(), Segment.open
+
+    def slow(folder: Path, **options: Any) -> Segment:
+        assert may_open.wait(60)
+        return original(folder, **options)
+
+    with closing(Gallery.open(out)) as reader, ThreadPoolExecutor(1) as pool:
+        gallery.remove([f"k{n}" for n in range(20)])
+        left, few = {f"k{n}" for n in range(20, 30)}, {f"k{n}" for n in range(25, 30)}
+        where = Range("n", 25, None)
+        assert keys(reader, where if is_filtered_before else None) >= few
+        old = reader.facts().segment
+        gallery.compact()
+        assert gallery.facts().segment.vectors != old.vectors
+        monkeypatch.setattr(Segment, "open", slow)
+        try:
+            assert pool.submit(keys, reader).result(20) == left
+            assert pool.submit(keys, reader, where).result(20) == few
+            assert reader.facts().segment == old
+        finally:
+            may_open.set()
+        until(lambda: reader.facts().segment == gallery.facts().segment)
+        assert (keys(reader), keys(reader, where)) == (left, few)
+
+
 @pytest.mark.parametrize("point", ["segment: before rename", "adopt: before commit"])
 def test_changes_made_during_a_compaction_are_neither_lost_nor_undone(
     gallery: Gallery, out: Path, point: str

@@ -2,9 +2,10 @@
 
 import contextlib
 import time
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal, cast
+from typing import Annotated, Literal, cast, get_args
 
 import typer
 
@@ -116,6 +117,18 @@ def import_(
 
     An existing gallery is replaced. To resume an interrupted import, run the same command again.
     """
+    if not gallery.startswith(MILVUS):
+        _refuse_index_of_milvus(index)
+    else:
+        halved = None if vector_type == "fp32" else vector_type
+        _refuse_options_of_folders(
+            {
+                "--memory-mb": memory_mb,
+                "--target-recall": target_recall,
+                "--index-device": device,
+                "--vector-type": halved,
+            }
+        )
     chosen = None if columns is None else [name.strip() for name in columns.split(",") if name]
     tables = partial(
         Tables,
@@ -233,6 +246,26 @@ def publish(
                 continue
             if report.uploaded_bytes:
                 print_report(report, json, _text(report))
+
+
+def _refuse_index_of_milvus(index: str | None) -> None:
+    """Raises: InvalidParameterError."""
+    kinds = get_args(IndexKind)
+    if index in get_args(MilvusIndex) and index not in kinds:
+        raise InvalidParameterError(
+            f"--index {index} is only for Milvus: for a gallery in a folder choose auto, "
+            f"{', '.join(kinds)}."
+        )
+
+
+def _refuse_options_of_folders(given: Mapping[str, object]) -> None:
+    """Raises: InvalidParameterError."""
+    for option, value in given.items():
+        if value is not None:
+            raise InvalidParameterError(
+                f"{option} is only for a gallery in a folder: omit it, and choose the index on "
+                "Milvus with --index (ivf-rabitq and diskann need less memory)."
+            )
 
 
 def _imported_into(

@@ -126,6 +126,10 @@ def build_gallery(
         source_root=str(source.root),
     )
     with folder.building(), _draft(folder, manifest, "build") as draft:
+        try:
+            check_attributes(source, draft.gallery.schema())
+        except InvalidParameterError:
+            _forget_attributes(draft.gallery)
         with disk_errors_explained(folder.path, _KEPT):
             _check_space(folder.path, needed_mb(plan, draft.gallery.size))
         unlisted = UnlistedItems(draft.gallery)
@@ -195,11 +199,14 @@ def import_gallery(
     )
     folder = GalleryFolder(out)
     with folder.building(), _draft(folder, manifest, "import") as draft:
-        unlisted, entries = UnlistedItems(draft.gallery), dump.entries()
-        while part := list(islice(entries, _CHUNK)):
-            unlisted.mark_listed(draft.gallery.stored([entry.key for entry in part]).values())
-            draft.gallery.add(part)
-            on_progress(len(part))
+        was_begun = draft.gallery.size > 0
+        try:
+            unlisted = _filled(draft.gallery, dump, on_progress)
+        except InvalidParameterError:
+            if not was_begun:
+                raise
+            _forget_attributes(draft.gallery)
+            unlisted = _filled(draft.gallery, dump, lambda _: None)
         report = ImportReport(
             name=manifest.name,
             bundle_id=manifest.bundle_id,
@@ -208,6 +215,15 @@ def import_gallery(
             generation="",
         )
         return draft.publish(unlisted, settings, report, on_indexed)
+
+
+def _filled(gallery: Gallery, dump: GalleryExport, on_progress: Progress) -> UnlistedItems:
+    unlisted, entries = UnlistedItems(gallery), dump.entries()
+    while part := list(islice(entries, _CHUNK)):
+        unlisted.mark_listed(gallery.stored([entry.key for entry in part]).values())
+        gallery.add(part)
+        on_progress(len(part))
+    return unlisted
 
 
 class _Carried(LaterWrites):
@@ -390,7 +406,6 @@ def _draft(folder: GalleryFolder, manifest: GalleryManifest, operation: str) -> 
         gallery = begun(staging.path, manifest)
         gallery.when_full = "grow"
         stack.callback(gallery.close)
-        _forget_attributes(gallery)
         old = later = None
         with contextlib.suppress(GalleryError):  # there is none, or it is damaged
             old = stack.enter_context(
@@ -413,7 +428,7 @@ def _draft(folder: GalleryFolder, manifest: GalleryManifest, operation: str) -> 
 
 
 def _forget_attributes(gallery: Gallery) -> None:
-    """Drop the attributes of an interrupted run, whose types may conflict with the current ones."""
+    """Drop the attributes of an interrupted run, whose types conflict with the current ones."""
     items = gallery.items()
     while part := list(islice(items, _CHUNK)):
         gallery.update({item.key: dict.fromkeys(item.attributes) for item in part})

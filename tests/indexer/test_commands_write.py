@@ -312,9 +312,26 @@ def test_an_exported_gallery_is_imported_whole(run, changed, tmp_path, shop) -> 
     for arguments, message in (
         ([tmp_path / "cut.parquet"], "cut.parquet"),
         ([file, "--memory-mb", "0.001"], "--memory-mb"),
+        ([file, "--index", "diskann"], "--index diskann is only for Milvus"),
     ):
         assert message in failure(run("import", *arguments, "--out", new))
         assert current_generation(new) is None
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--memory-mb", "1000"),
+        ("--target-recall", "0.9"),
+        ("--index-device", "cuda"),
+        ("--vector-type", "fp16"),
+    ],
+)
+def test_an_import_onto_milvus_refuses_options_of_folders_before_it_connects(
+    run, built, option: str, value: str
+) -> None:
+    line = failure(run("import", built, "--out", "milvus://127.0.0.1:1/shop", option, value))
+    assert f"{option} is only for a gallery in a folder: omit it" in line
 
 
 def test_a_backup_brings_back_what_was_lost(run, changed, tmp_path) -> None:

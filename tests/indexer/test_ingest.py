@@ -308,6 +308,13 @@ def test_the_work_of_a_stopped_build_is_kept_for_its_bundle_alone(stopped, shop,
     assert not list((stopped / "versions").glob(".*"))
 
 
+def test_a_resumed_build_of_the_same_source_rewrites_no_attributes(
+    stopped, shop, embedder, monkeypatch
+) -> None:
+    monkeypatch.setattr(Gallery, "update", None)  # a call would fail
+    assert build_gallery(folder_source(shop), embedder, stopped).reused == 6
+
+
 def test_what_a_stopped_build_had_of_another_source_is_not_published(
     stopped, shop, embedder
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 from kinlens.embedder.errors import InvalidParameterError, PlanError, RecallError
 from kinlens.indexer.exchange import milvus_index
 from kinlens.indexer.types import Entry, SearchOptions
-from tests.indexer.conftest import collections, failure, printed, published
+from tests.indexer.conftest import collections, printed, published
 from tests.indexer.oracle import BUNDLE, DIM, clumped, entry
 from tests.support.milvus_server import imported
 from tests.support.seams import MilvusStore, set_fault_hook
@@ -98,5 +98,3 @@ def test_the_command_takes_an_index_of_milvus_and_says_what_was_measured(
     result = run("import", gallery.path, "--out", there, "--index", "ivf-flat", "--json")
     assert printed(result)["items"] == 1500
     assert "Index ivf-flat on Milvus, effort" in result.stderr
-    folder = ("import", gallery.path, "--out", tmp_path / "folder", "--index", "diskann")
-    assert "Unknown index 'diskann'" in failure(run(*folder))

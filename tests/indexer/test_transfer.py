@@ -3,7 +3,7 @@
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -283,6 +283,28 @@ def test_an_import_that_was_stopped_goes_on_and_leaves_nothing_of_another(tmp_pa
     assert len(kept) == 4094
     assert all(found[key] == numbers[key] for key in kept)  # they were not written again
     assert not draft.exists()
+
+
+@pytest.mark.parametrize(("price", "rewritten"), [(4, 0), ("low", 30)])
+def test_a_resumed_import_rewrites_attributes_only_if_types_conflict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, price: object, rewritten: int
+) -> None:
+    out, updated, update = tmp_path / "shop", list[str](), Gallery.update
+
+    def stop(_: int) -> None:
+        raise KeyboardInterrupt
+
+    def noted(gallery: Gallery, changes: Mapping[str, Any]) -> object:
+        updated.extend(changes)
+        return update(gallery, changes)
+
+    with pytest.raises(KeyboardInterrupt):
+        import_gallery(dump(made(30, price=[price])), out, on_progress=stop)
+    monkeypatch.setattr(Gallery, "update", noted)
+    import_gallery(dump(made(30, price=[5])), out)
+    assert len(updated) == rewritten
+    with closing(Gallery.open(out)) as gallery:
+        assert [item.attributes for item in gallery.items()] == [{"price": 5}] * 30
 
 
 @pytest.mark.parametrize(("distance", "is_resumed"), [(1, False), (4500, False), (4500, True)])

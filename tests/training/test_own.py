@@ -327,6 +327,18 @@ def test_a_collapse_to_a_few_points_is_a_collapse(points: int) -> None:
         require_distinct(few, labels)
 
 
+@pytest.mark.parametrize("spread", [0.02, 0.01, 0.005])
+def test_tight_classes_in_two_distant_groups_are_no_collapse(spread: float) -> None:
+    labels = np.arange(600) // 2
+    noise, centres = torch.randn(2, 600, 64, generator=torch.manual_seed(0))
+    group = torch.ones(64) * (1 - 2 * (torch.arange(300) % 2))[:, None]
+    found = (group + spread * centres[:300])[labels] + 0.1 * spread * noise
+    found = nn.functional.normalize(found, dim=1)
+    scores = (found.double() @ found.double().T).fill_diagonal_(-1)
+    assert (labels[scores.argmax(dim=1)] == labels).all()  # R@1 is 1
+    require_distinct(found, labels)
+
+
 @pytest.mark.parametrize("classes", [2, 3, 10, 50])
 def test_good_and_untrained_models_are_no_collapse(classes: int) -> None:
     labels = np.arange(400) % classes

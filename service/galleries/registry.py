@@ -289,7 +289,8 @@ class Registry:
         self._openers = DaemonThreads("gallery", _OPENERS, _LOCATION_S)
         self._calibrators = DaemonThreads("calibration", 1, _FIT_S)
         self._remote = asyncio.Semaphore(_REMOTE_READS)
-        self._threads = KeyedThreads(_CALLS)  # that list, look at and describe galleries
+        self._looks = KeyedThreads(_CALLS)
+        self._descriptions = KeyedThreads(_CALLS)  # which galleries that hang may all hold
         self._watching: asyncio.Task[None] | None = None
         self._is_stopped = False
         try:
@@ -393,7 +394,7 @@ class Registry:
                 with self.lease(name) as served:
                     work = partial(describe, served)
                     key = served.whole, served.scope  # shared by callers who see the same
-                    return [await self._threads.run(key, work, _LOCATION_S)]
+                    return [await self._descriptions.run(key, work, _LOCATION_S)]
             except GalleryNotFoundError:
                 pass  # it has just been deleted
             except (KinlensError, TimeoutError) as error:
@@ -494,7 +495,7 @@ class Registry:
 
     async def _look_at_all(self) -> None:
         """Begin to read each gallery that has changed or failed, and forget deleted ones."""
-        locations = await self._threads.run("list", self._locations.list_unread, _READ_S)
+        locations = await self._looks.run("list", self._locations.list_unread, _READ_S)
         self._listed = {location.name for location in locations}
         for name in (self._served.keys() | self.failures.verdicts().keys()) - self._listed:
             if name not in self._reading:
@@ -524,12 +525,12 @@ class Registry:
                 has_changed = isinstance(gallery, IndexedGallery) and gallery.has_changed()
                 looks.append((location, location.stamp(), has_changed))
 
-        if self._threads.is_running(device):
+        if self._looks.is_running(device):
             return  # it is slow or hangs, which has been reported
         try:
             while (seen := len(looks)) < len(locations):
                 with contextlib.suppress(TimeoutError):
-                    await self._threads.run(device, look, _LOCATION_S)
+                    await self._looks.run(device, look, _LOCATION_S)
                 if len(looks) == seen:
                     self._report_late(locations[seen])
                     return

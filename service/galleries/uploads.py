@@ -269,15 +269,15 @@ class Sweeper:
 
     def _sweep_every_hour(self) -> None:
         while not self._stopped.is_set():
-            for gallery in self._list_galleries():
-                UploadFolder(gallery).sweep(self._stopped.is_set)
-            for tidy in self._tidy:
+            for tidy in self._tidy:  # first, as a gallery may hang
                 try:
                     tidy()
-                except (KinlensError, OSError) as error:  # the next sweep tries again
+                except Exception as error:  # the next sweep tries again
                     structlog.get_logger().warning(
                         "tidying failed", error=type(error).__name__, detail=str(error)
                     )
+            for gallery in self._list_galleries():
+                UploadFolder(gallery).sweep(self._stopped.is_set)
             self._stopped.wait(_SWEEP_S)
 
 

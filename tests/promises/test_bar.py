@@ -293,4 +293,4 @@ def test_make_bench_runs_every_benchmark() -> None:
     command = [sys.executable, ROOT / "benchmarks", "mistyped.py"]
     refused = subprocess.run(command, capture_output=True, text=True)
     assert refused.returncode == 1
-    assert "mistyped.py: no such benchmark; there are additions.py, copies.py" in refused.stderr
+    assert "mistyped.py: no such benchmark; there are additions.py, clutter.py" in refused.stderr

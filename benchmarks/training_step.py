@@ -2,9 +2,9 @@
 
     python benchmarks/training_step.py [--rounds 40]
 
-MobileNetV2 at 160 px, 512-d, batch 90, on the CPU, in bf16 if the processor has it. All contestants
-take the same ten batches and run steps in turns, in a new random order each round, so that noise
-on the machine affects all alike; read the ratios, which are medians over rounds.
+MobileNetV2 at 160 px, 512-d, batch 90, on the CPU. All contestants take the same ten batches and
+run steps in turns, in a new random order each round, so that noise on the machine affects all
+alike; read the ratios, which are medians over rounds.
 
 The peer, "plain loop", is hand-written: the same network, AdamW, and the Proxy-Anchor of
 pytorch-metric-learning. The bounds: our loop is at least as fast as the plain one, a regularizer

@@ -225,6 +225,17 @@ def test_criteria_and_flows_run_in_float32_under_bf16(products: Path) -> None:
         assert state.net(images).dtype == torch.float32
 
 
+@pytest.mark.parametrize(("has_amx", "expected"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_a_cpu_trains_in_bf16_if_it_has_amx(
+    has_amx: bool, expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    features = {"avx512_bf16": True, "amx_bf16": has_amx}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features)
+    factors = torch.ones(2, 2)
+    with autocast(Runtime(), torch.device("cpu")):
+        assert (factors @ factors).dtype == expected
+
+
 def test_figures_are_those_of_float32_whatever_the_steps_compute_in(products: Path) -> None:
     job = small_job(products)
     images, net = load_split(job.data).test, create_run(job, 3).net

@@ -313,13 +313,13 @@ class Optimizer(Section):
 
 
 class Runtime(Section):
-    """Device, precision and processes; they change the result only by rounding."""
+    """Device, precision and processes; without bf16 they change the result only by rounding."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` is a GPU if there is one."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """Precision of training steps; `auto` is bf16 if the processor supports it. Figures are always
-    computed in float32."""
+    """Precision of training steps; `auto` is bf16 on GPUs that support it and CPUs with AMX.
+    Figures are always computed in float32."""
     workers: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
     """Processes that read images; 0 reads in the training process. `auto` is 2 for a CPU; for a GPU
     the cores less one, at most 16."""

@@ -261,10 +261,12 @@ def small_bundle(folder: Path, backbone: str, device: str) -> Path:
     """
     shop = folder / "shop"
     weights = (shared_folder() or Path()) / "weights" / f"{backbone}-imagenet-fp16.pth"
+    has_weights = weights.is_file()
     kinlens("train", "data", "render", shop, "--products", 8, "--views", 4, "--size-px", 96)
     changes = {
         "data.root": shop, "model.backbone": backbone, "model.dim": DIM,
-        "model.weights": weights if weights.is_file() else "none",
+        "model.weights": weights if has_weights else "none",
+        "model.batch_norm": "folded" if has_weights else "train",
         "input.size_px": 224, "input.resize_px": 256, "input.test_px": 224, "optimizer.epochs": 1,
         "optimizer.batch_size": 8, "optimizer.min_steps": 1, "protocol.choose_by": "last",
     }  # fmt: skip
@@ -308,7 +310,7 @@ def print_results(results: Results, share: float) -> None:
     verdict("requests without an answer", errors, 0, at_most=True)
     extra = middle("ours 1", 1, "p50_ms") - 1.1 * alone
     verdict("ms above 1.1 x the bare loop at 1", extra, 2, at_most=True)
-    verdict("ms of a cached answer at 1", middle("cached", 1, "p50_ms"), 1, at_most=True)
+    verdict("ms of a cached answer at 1", middle("cached", 1, "p50_ms"), 0.7, at_most=True)
     if ("bare", 1) in results:
         pairs = zip(results["ours 1", 1], results["bare", 1], strict=True)
         more = statistics.median(a["own_ms"] - b["own_ms"] for a, b in pairs)

@@ -22,7 +22,7 @@ from kinlens.commands.options import (
 from kinlens.embedder import explain as where
 from kinlens.embedder.calibration import CANDIDATES
 from kinlens.embedder.errors import ItemNotFoundError, SourceError
-from kinlens.embedder.preprocess import decode
+from kinlens.embedder.preprocess import Box, check_box, decode, windows
 from kinlens.embedder.session import fitted, read_pixels
 from kinlens.embedder.types import Embeddings, Hit
 from kinlens.indexer.filters.text import parse_filter
@@ -34,6 +34,7 @@ from kinlens.indexer.types import (
     Grouping,
     SearchOptions,
     VectorStore,
+    best_of_views,
     boost_of,
     combined_query,
     sort_by_of,
@@ -43,6 +44,9 @@ from kinlens.quality.calibrator import Calibrator
 
 app = typer.Typer()
 
+AUTO = "auto"
+"""As --crop: the whole image and parts of it, as in the HTTP API."""
+
 
 @dataclass(frozen=True, slots=True)
 class Found:
@@ -50,6 +54,7 @@ class Found:
 
     Attributes:
         hits, groups: one of the two per query, as requested.
+        crops: with --crop auto, the part of the image that found each result.
         facets: the value counts per query, if requested.
         probabilities: that each result is right, if the gallery is calibrated.
         no_match_probability: that none of the results is right.
@@ -59,6 +64,7 @@ class Found:
     version: str
     hits: Sequence[Sequence[Hit]] | None = None
     groups: Sequence[Sequence[Group]] | None = None
+    crops: Sequence[Sequence[Box | None]] | None = None
     facets: Sequence[Mapping[str, Mapping[str, Any]]] | None = None
     probabilities: Sequence[Sequence[float]] | None = None
     no_match_probability: float | None = None
@@ -75,6 +81,14 @@ def search(
         Path | None, typer.Option(help="Image to search with; needs --bundle.")
     ] = None,
     bundle: Annotated[Path | None, typer.Option(help="Model bundle for --image.")] = None,
+    crop: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto|L,T,W,H",
+            help="For a busy photo, auto: search with the whole image and with parts of it. Or one "
+            "part: left,top,width,height as fractions of the image.",
+        ),
+    ] = None,
     vector: Annotated[
         Path | None, typer.Option(help="Unit vectors to search with: .npy, (D,) or (Q, D).")
     ] = None,
@@ -141,7 +155,8 @@ def search(
 
     Exits with 1 if no query has a result.
     """
-    _check_usage(image, bundle, vector, like, unlike)
+    _check_usage(image, bundle, vector, like, unlike, crop)
+    boxes, is_auto = _boxes(crop), crop == AUTO
     embedder = model.open(bundle) if bundle else None
     wanted = SearchOptions(
         where=parse_filter(where) if where else None,
@@ -155,6 +170,11 @@ def search(
         boost=boost_of(boost) if boost else None,
         sort_by=sort_by_of(sort_by) if sort_by else None,
     )
+    if is_auto and (distinct or near is not None or wanted.reorders):
+        raise typer.BadParameter(
+            "--crop auto searches with each part; omit --distinct, --near, --diversity, --boost "
+            "and --sort-by, or pass one part."
+        )
     grouping = Grouping(group_by, group_size) if group_by else None
     expected = None if embedder is None else embedder.bundle_id
     with stores.opened(gallery, bundle_id=expected, device=index_device or "cpu") as store:
@@ -162,16 +182,18 @@ def search(
             queries, wanted = _like(store, like, unlike or [], wanted)
         elif image and embedder:
             embedder = fitted(store, embedder)
-            queries = embedder.embed(read_pixels(image, embedder)[1][None])
+            queries = embedder.embed(read_pixels(image, embedder, boxes)[1])
         else:
             queries = read_vectors(vector or Path()).astype(np.float32)
-        found = _found(store, queries, k, wanted, grouping, facets.split(",") if facets else [])
+        names = facets.split(",") if facets else []
+        found = _found(store, queries, boxes if is_auto else None, k, wanted, grouping, names)
         if image and embedder and isinstance(store, Gallery):
             known = embedder.calibration, embedder.no_calibration
             calibrated = choose(Calibrator(store).stored(), *known)
             if not isinstance(calibrated, str):
-                [best] = store.search(queries, CANDIDATES, SearchOptions(exact=exact))
-                found = _with_probabilities(found, calibrated, prior, best, group_by or "")
+                best = _best(store, queries, CANDIDATES, SearchOptions(exact=exact))
+                hits = [hit for hit, _ in best]
+                found = _with_probabilities(found, calibrated, prior, hits, group_by or "")
     print_report(found, json, *_lines(found))
     exit_if_empty(
         not any(found.groups or found.hits or ()),
@@ -210,7 +232,7 @@ def explain(
     """Show where two images match, by the contribution of each region to the score."""
     embedder = ModelOptions(engine="onnxruntime").open(bundle)
     data, pixels = zip(*(read_pixels(path, embedder) for path in (query, hit)), strict=True)
-    match = where.explain(embedder, *pixels)
+    match = where.explain(embedder, *np.concatenate(pixels))
     sheet = where.side_by_side(
         [
             where.overlaid(decode(one, ANY_SIZE), grid, embedder.preprocessing)
@@ -234,6 +256,7 @@ def _check_usage(
     vector: Path | None,
     like: list[str] | None,
     unlike: list[str] | None,
+    crop: str | None,
 ) -> None:
     if sum(map(bool, (image, vector, like))) != 1:
         raise typer.BadParameter("Pass exactly one of: --image, --vector, --like.")
@@ -241,6 +264,24 @@ def _check_usage(
         raise typer.BadParameter("--image needs --bundle, the model that embeds it.")
     if unlike and not like:
         raise typer.BadParameter("--unlike needs at least one --like.")
+    if crop and not image:
+        raise typer.BadParameter("--crop needs --image.")
+
+
+def _boxes(crop: str | None) -> list[Box | None]:
+    """The parts of the image to search with; None is the whole image."""
+    if crop is None:
+        return [None]
+    if crop == AUTO:
+        return [None, *windows()[1:]]
+    try:
+        sides = [float(side) for side in crop.split(",")]
+    except ValueError as error:
+        raise typer.BadParameter(
+            f"--crop {crop!r:.80} is neither auto nor left,top,width,height as fractions of the "
+            "image, such as 0.1,0.2,0.5,0.5."
+        ) from error
+    return [check_box(sides)]
 
 
 def _like(
@@ -253,22 +294,41 @@ def _like(
     return combined_query(liked, disliked)[None], others
 
 
+def _best(
+    store: VectorStore, views: Embeddings, k: int, options: SearchOptions
+) -> list[tuple[Hit, int]]:
+    return best_of_views(lambda depth, whole: store.search(views, depth, whole), k, options)
+
+
 def _found(
     store: VectorStore,
     queries: Embeddings,
+    boxes: Sequence[Box | None] | None,
     k: int,
     wanted: SearchOptions,
     grouping: Grouping | None,
     facets: Sequence[str],
 ) -> Found:
+    """The results of each query; with `boxes`, those of one query with a view for each box."""
     found = Found(store.name, store.version)
     if facets:
-        counts = [store.facets(facets, query[None], wanted) for query in queries]
+        asked = [query[None] for query in queries] if boxes is None else [queries]
+        counts = [store.facets(facets, each, wanted) for each in asked]
         described = [{name: one.described() for name, one in each.items()} for each in counts]
         found = replace(found, facets=described)
+    if boxes is None:
+        if grouping is None:
+            return replace(found, hits=store.search(queries, k, wanted))
+        return replace(found, groups=store.search_groups(queries, k, grouping, wanted))
     if grouping is None:
-        return replace(found, hits=store.search(queries, k, wanted))
-    return replace(found, groups=store.search_groups(queries, k, grouping, wanted))
+        hits = _best(store, queries, k, wanted)
+        crops = [[boxes[view] for _, view in hits]]
+        return replace(found, hits=[[hit for hit, _ in hits]], crops=crops)
+    groups = best_of_views(
+        lambda depth, whole: store.search_groups(queries, depth, grouping, whole), k, wanted
+    )
+    crops = [[boxes[view] for _, view in groups]]
+    return replace(found, groups=[[group for group, _ in groups]], crops=crops)
 
 
 def _with_probabilities(
@@ -293,13 +353,14 @@ def _lines(found: Found) -> Iterator[str]:
         if not answer and len(answers) > 1:
             yield "No match."
         likely = found.probabilities[number] if found.probabilities else []
-        for part, probability in zip_longest(answer, likely):
+        crops = map(_part, found.crops[number]) if found.crops else []
+        for part, probability, crop in zip_longest(answer, likely, crops):
             percent = "" if probability is None else f"  {100 * probability:3.0f} %"
             if isinstance(part, Hit):
-                yield _line(part, percent=percent)
+                yield _line(part, percent=percent, crop=crop or "")
                 continue
             value = "(no value)" if part.value is None else part.value
-            yield f"{part.score:.4f}{percent}  {value}"
+            yield f"{part.score:.4f}{percent}  {value}{crop or ''}"
             for hit in part.hits:
                 yield _line(hit, "    ")
         if found.no_match_probability is not None:
@@ -308,8 +369,15 @@ def _lines(found: Found) -> Iterator[str]:
             yield _counts(name, facet)
 
 
-def _line(hit: Hit, indent: str = "", percent: str = "") -> str:
-    return f"{indent}{hit.score:.4f}{percent}  {hit.key}  {shown(hit.attributes)}".rstrip()
+def _line(hit: Hit, indent: str = "", percent: str = "", crop: str = "") -> str:
+    key = f"{hit.key}{crop}"
+    return f"{indent}{hit.score:.4f}{percent}  {key}  {shown(hit.attributes)}".rstrip()
+
+
+def _part(crop: Box | None) -> str:
+    if crop is None:
+        return "  (whole image)"
+    return f"  (crop {','.join(f'{side:.3g}' for side in crop)})"
 
 
 def _counts(name: str, facet: Mapping[str, Any]) -> str:

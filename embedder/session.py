@@ -39,7 +39,7 @@ from kinlens.embedder.errors import (
     ProviderError,
 )
 from kinlens.embedder.manifest import FP32, Engine, Mode, OtherPrecision, Precision, Preprocessing
-from kinlens.embedder.preprocess import Box, ImageLimits, preprocess
+from kinlens.embedder.preprocess import Box, ImageLimits, preprocess, preprocess_parts
 from kinlens.embedder.sources.names import printable, read_file
 from kinlens.embedder.types import Embed, Embeddings, Images, Maps, check_dims, first_numbers
 
@@ -182,14 +182,17 @@ class Embedder(ModelFacts, Protocol):
         """uint8 (N, 3, S, S) to float32 (N, D), unit norm; N >= 1."""
 
 
-def read_pixels(path: Path | str, embedder: Embedder) -> tuple[bytes, NDArray[np.uint8]]:
-    """The bytes of an image file, and its pixels (3, S, S) for the model.
+def read_pixels(
+    path: Path | str, embedder: Embedder, boxes: Sequence[Box | None] = (None,)
+) -> tuple[bytes, NDArray[np.uint8]]:
+    """The bytes of an image file, and the pixels (N, 3, S, S) of its parts for the model. A box
+    that is None is the whole image.
 
-    Raises: SourceError or ImageError naming the file.
+    Raises: SourceError or ImageError naming the file; InvalidParameterError for a box.
     """
     data = read_file(path, embedder.limits.max_bytes)
     try:
-        return data, embedder.preprocess(data)
+        return data, preprocess_parts(data, embedder.preprocessing, boxes, embedder.limits)
     except ImageError as error:
         name = printable(str(path))
         raise type(error)(f"The image {name} cannot be used: {error}") from error
@@ -362,7 +365,7 @@ class OnnxEmbedder(BundleFacts):
         Raises: SourceError or ImageError naming the file that cannot be used.
         """
         several = [paths] if isinstance(paths, str | Path) else paths
-        return self._embed_all([read_pixels(path, self)[1] for path in several])
+        return self._embed_all([read_pixels(path, self)[1][0] for path in several])
 
     def _embed_all(self, images: Sequence[NDArray[np.uint8]]) -> Embeddings:
         return self.embed(np.stack(images)) if images else np.empty((0, self.dim), np.float32)

@@ -3,9 +3,9 @@
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -309,6 +309,9 @@ class Group:
     value: Scalar | None
     score: float
     hits: Sequence[Hit]
+
+
+Result = TypeVar("Result", Hit, Group)
 
 
 class Page(NamedTuple):
@@ -646,3 +649,36 @@ def combined_query(liked: Embeddings, disliked: Embeddings) -> Embeddings:
         )
     combined: Embeddings = (target / norm).astype(np.float32)
     return combined
+
+
+def best_of_views(
+    search: Callable[[int, SearchOptions], Sequence[Sequence[Result]]],
+    k: int,
+    options: SearchOptions,
+) -> list[tuple[Result, int]]:
+    """One page of results over several views of a query, best first, ties by id. A result that
+    several views find appears once, with its best score and the number of that view.
+
+    `search(depth, options)` returns the `depth` best results of each view. The page is exact: the
+    best `depth` of all are among the best `depth` of each view.
+    """
+    depth = options.offset + k
+    best: dict[object, tuple[Result, int]] = {}
+    for view, results in enumerate(search(depth, replace(options, offset=0))):
+        for result in results:
+            known = best.get(_identity(result))
+            if known is None or result.score > known[0].score:
+                best[_identity(result)] = result, view
+    ranked = sorted(best.values(), key=lambda each: (-each[0].score, _first_id(each[0])))
+    return ranked[options.offset : depth]
+
+
+def _first_id(result: Hit | Group) -> ItemId:
+    return result.id if isinstance(result, Hit) else result.hits[0].id
+
+
+def _identity(result: Hit | Group) -> object:
+    if isinstance(result, Hit):
+        return result.id
+    value = result.value  # 1 and true are different; an item without a value is its own group
+    return ("item", _first_id(result)) if value is None else (isinstance(value, bool), value)

@@ -12,10 +12,9 @@ import hashlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TypeVar
 
 import numpy as np
 import structlog
@@ -29,7 +28,14 @@ from kinlens.embedder.errors import (
 )
 from kinlens.embedder.types import Embeddings, Hit, ItemId
 from kinlens.indexer.gallery import Gallery as IndexedGallery
-from kinlens.indexer.types import Group, Item, SearchOptions, combined_query, no_checkpoint
+from kinlens.indexer.types import (
+    Group,
+    Item,
+    SearchOptions,
+    best_of_views,
+    combined_query,
+    no_checkpoint,
+)
 from kinlens.quality.calibration import Calibrated, Shares, choose
 from kinlens.service.concurrency import DaemonThreads, SearchThreads, too_late, within
 from kinlens.service.encoding.cache import Cache, Lookup, answer_key
@@ -45,7 +51,6 @@ from kinlens.values import single
 _LIMITED = ("The search", "Ask for fewer results or try again in a second.")
 _VERSION_BYTES = 64
 _TIE = 1e-6  # cosines this close count as equal, so either item is a correct result
-T = TypeVar("T", Hit, Group)
 
 
 class CancelToken:
@@ -378,39 +383,16 @@ def _search(
 def _search_views(
     gallery: Gallery, query: Query, targets: Embeddings, k: int, options: SearchOptions
 ) -> tuple[list[Hit], list[Group] | None, Mapping[ItemId, View]]:
-    """Search with each view separately. An item that several views find appears once, with its
-    best score.
-
-    The merged page is exact: the overall best `depth` are among the best `depth` of each view.
-    """
-    depth, whole = options.offset + k, replace(options, offset=0)
-    page = slice(options.offset, depth)
-    if query.grouping is None:
-        found = gallery.search(targets, depth, whole)
-        ranked = _best_of(found, lambda hit: hit.id, lambda hit: hit.id)[page]
-        return [hit for hit, _ in ranked], None, {hit.id: query.views[n] for hit, n in ranked}
-    grouped = gallery.search_groups(targets, depth, query.grouping, whole)
-    best = _best_of(grouped, _identity, lambda group: group.hits[0].id)[page]
-    views = {group.hits[0].id: query.views[n] for group, n in best}
-    return [], [group for group, _ in best], views
-
-
-def _best_of(
-    found: Sequence[Sequence[T]], identity: Callable[[T], object], tie: Callable[[T], ItemId]
-) -> list[tuple[T, int]]:
-    """The distinct results of all views, best first, each with the index of its best view."""
-    best: dict[object, tuple[T, int]] = {}
-    for number, ranked in enumerate(found):
-        for one in ranked:
-            current = best.get(identity(one))
-            if current is None or one.score > current[0].score:
-                best[identity(one)] = one, number
-    return sorted(best.values(), key=lambda each: (-each[0].score, tie(each[0])))
-
-
-def _identity(group: Group) -> object:
-    value = group.value  # 1 and true are different; an item without a value is its own group
-    return ("item", group.hits[0].id) if value is None else (isinstance(value, bool), value)
+    """Search with each view separately."""
+    grouping, views = query.grouping, query.views
+    if grouping is None:
+        hits = best_of_views(lambda depth, whole: gallery.search(targets, depth, whole), k, options)
+        return [hit for hit, _ in hits], None, {hit.id: views[n] for hit, n in hits}
+    groups = best_of_views(
+        lambda depth, whole: gallery.search_groups(targets, depth, grouping, whole), k, options
+    )
+    found_by = {group.hits[0].id: views[n] for group, n in groups}
+    return [], [group for group, _ in groups], found_by
 
 
 def _targets(

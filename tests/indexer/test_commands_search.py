@@ -7,11 +7,13 @@ import pytest
 from PIL import Image
 from typer.testing import Result
 
+from kinlens.embedder.preprocess import WHOLE, windows
 from kinlens.embedder.sources.names import printable
 from kinlens.quality.calibration import GalleryCalibration
 from kinlens.quality.calibrator import Calibrator
-from tests.indexer.conftest import PHOTOS, failure, printed, query
+from tests.indexer.conftest import PHOTOS, failure, printed, query, usage
 from tests.support.market import CALIBRATION
+from tests.tiny import photo
 
 
 def found(result: Result, query: int = 0) -> list[str]:
@@ -87,6 +89,65 @@ def test_the_search_command_passes_on_its_options(run, built, shop, vectors) -> 
     assert run("add", built, shop, "--bundle", "b").exit_code == 0
     assert found(run(*ask, "-k", "2")) == ["f.gif", "copy.gif"]
     assert "copy.gif" not in found(run(*ask, "-k", "2", "--distinct"))
+
+
+def test_a_busy_photo_is_searched_by_parts_that_are_named(run, built, shop, tmp_path) -> None:
+    scene = photo(40, (288, 216))
+    with Image.open(shop / "cup" / "a.png") as product:
+        scene.paste(product.convert("RGB").resize((192, 144)), (96, 72))
+    scene.save(tmp_path / "scene.png")
+    ask = ("search", built, "--image", tmp_path / "scene.png", "--bundle", "b")
+    alone: dict[str, dict[str, float]] = {}
+    for box in windows():
+        crop = ",".join(map(str, box))
+        [hits] = printed(run(*ask, "--crop", crop, "--json"))["hits"]
+        alone[crop] = {hit["key"]: hit["score"] for hit in hits}
+    [whole] = printed(run(*ask, "--json"))["hits"]
+    assert {hit["key"]: hit["score"] for hit in whole} == alone[",".join(map(str, WHOLE))]
+
+    answer = printed(run(*ask, "--crop", "auto", "--facets", "class", "--json"))
+    [hits], [crops] = answer["hits"], answer["crops"]
+    best = {key: max(scores[key] for scores in alone.values()) for key in PHOTOS}
+    assert {hit["key"]: hit["score"] for hit in hits} == pytest.approx(best, abs=1e-6)
+    assert hits == sorted(hits, key=lambda hit: -hit["score"])
+    for hit, crop in zip(hits, crops, strict=True):  # null is the whole image
+        found_by = ",".join(map(str, crop or WHOLE))
+        assert alone[found_by][hit["key"]] == pytest.approx(hit["score"], abs=1e-6)
+    assert (hits[0]["key"], crops[0]) == ("cup/a.png", pytest.approx([1 / 3, 1 / 3, 2 / 3, 2 / 3]))
+    assert answer["facets"][0]["class"]["missing"] == 1
+
+    auto = (*ask, "--crop", "auto")
+    [second] = printed(run(*auto, "-k", "1", "--offset", "1", "--json"))["hits"]
+    assert second == hits[1:2]
+    line, *_ = run(*auto, "-k", "1").stdout.splitlines()
+    assert line == f"{hits[0]['score']:.4f}  cup/a.png  (crop 0.333,0.333,0.667,0.667)  class=cup"
+    grouped = printed(run(*auto, "--group-by", "class", "--json"))
+    [groups] = grouped["groups"]
+    assert groups[0]["value"] == "cup"
+    assert grouped["crops"][0][0] == crops[0]
+    assert len(groups) == len(grouped["crops"][0]) == 3
+    [line, *_] = run(*auto, "--group-by", "class").stdout.splitlines()
+    assert line.endswith("  cup  (crop 0.333,0.333,0.667,0.667)")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--image f.gif --crop car", "neither auto nor left,top,width,height"),
+        ("--like f.gif --crop auto", "--crop needs --image"),
+        ("--image f.gif --crop auto --distinct", "--crop auto searches with each"),
+        ("--image f.gif --crop auto --near 0.9", "--crop auto searches with each"),
+        ("--image f.gif --crop auto --boost price:0.1", "--crop auto searches with each"),
+    ],
+)
+def test_crops_that_cannot_be_searched_are_wrong_usage(run, built, options, message) -> None:
+    bundle = ["--bundle", "b"] if "--image" in options else []
+    assert message in usage(run("search", built, *options.split(), *bundle))
+
+
+def test_a_crop_beyond_the_image_is_refused(run, built, shop) -> None:
+    ask = ("search", built, "--image", shop / "f.gif", "--bundle", "b", "--crop", "0.5,0,0.6,1")
+    assert "crop = 0.5,0,0.6,1 extends beyond the image" in failure(run(*ask))
 
 
 def test_liked_items_are_not_in_their_own_answer(run, built) -> None:

@@ -11,6 +11,7 @@ import pytest
 import structlog
 
 from kinlens.embedder.errors import RateLimitedError
+from kinlens.embedder.preprocess import windows
 from tests.support.seams import (
     FIRST,
     Account,
@@ -127,6 +128,13 @@ def test_images_crops_items_and_thousands_of_hits_count(start_service, photos, t
     assert counted(search("/search", json={"images": [image, crops]})) == 3
     best = {"images": [image, crops], "combine": "best", "k": 2_000}
     assert counted(search("/search", json=best)) == 6
+    auto = {"images": [{**image, "crops": "auto"}]}
+    assert counted(search("/search", json=auto)) == len(windows()) == 5
+    assert counted(search("/search", json={**auto, "k": 2_000})) == 10
+    assert counted(service.search(photos[0], crop="auto")) == 5
+    assert counted(search("/search/batch", json={"queries": [auto, auto, {}]})) == 11
+    files = [("image", ("a.jpg", data)) for data in photos[:2]]
+    assert counted(search("/search/batch", files=files, data={"crop": "auto"})) == 10
     assert counted(service.client.get("/galleries/shop/items/0/similar?k=3000")) == 3
     bad = {"queries": [{"images": [image]}, {"images": [image], "k": -1}, {}]}
     assert counted(search("/search/batch", json=bad)) == 3

@@ -19,6 +19,7 @@ HERE = Path(__file__).parent
 SMALLEST = (
     "additions.py --seeds 1 --additions none --images groceries --trunks MobileNetV2",
     "clutter.py --queries 4",
+    "clutter.py --cost --rounds 1",
     "copies.py --sizes 2k --dim 32 --rounds 2",
     "databases.py --sizes 2k --dims 32 --rounds 1",
     "gallery.py --sizes 2k --dims 32 --rounds 2",

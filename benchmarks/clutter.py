@@ -1,6 +1,7 @@
 """Busy photos: what windows and boxes find of a product that fills a part of the photo.
 
     KINLENS_SHARED=DIR python benchmarks/clutter.py --half held --detector boxes.onnx
+    KINLENS_SHARED=DIR python benchmarks/clutter.py --cost
 
 A photo of a product is pasted into a photo of something else, cars into groceries and groceries
 into cars, at 35 to 54 % of its width, so the true box is known. The whole photo, windows of it,
@@ -10,19 +11,39 @@ products. With several boxes an item has the score of its best one. R@1 counts r
 The model is MobileNetV2 as it comes, or --bundle. Layouts of windows are compared on one half of
 the products, `--half choose`; figures of the chosen one are those of the other half. Intervals are
 95 % bootstrap intervals over products.
+
+With --cost, a service answers searches with such photos, plain and with crop=auto in turns, one
+after another: their time, and the CPU time of all its processes.
 """
 
 import io
 import itertools
 import json
+import statistics
 import tempfile
+import time
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
-from harness import grocery_photos, heading, kinlens, options, row, shared_folder, skip
+from clustered import clustered_batches
+from harness import (
+    grocery_photos,
+    heading,
+    in_turns,
+    kinlens,
+    made_gallery,
+    options,
+    ratio,
+    row,
+    serving,
+    shared_folder,
+    skip,
+    tree_cpu_s,
+)
 from PIL import Image
 
 from kinlens.embedder.preprocess import WHOLE, Box, preprocess_parts
@@ -36,6 +57,7 @@ Photos = dict[str, list[Path]]
 
 BACKGROUND_PX, SHARE = 480, (0.35, 0.54)
 MOST = 8  # photos of a product in the gallery
+WIDTHS_PX, PHOTOS, ITEMS = (480, 3024), 10, 10_000  # of the cost
 LAYOUTS = {
     "whole": ("whole",),
     "halves": ("whole", "halves"),
@@ -49,13 +71,20 @@ SIZES = {"whole": (1.0, 1), "two thirds": (2 / 3, 2), "halves": (1 / 2, 3), "thi
 
 
 def main() -> None:
-    args = options(__doc__, bundle=None, detector=None, queries=400, half="choose", json=None)
+    args = options(
+        __doc__, bundle=None, detector=None, queries=400, half="choose", json=None, cost=False,
+        rounds=20,
+    )  # fmt: skip
     shared = shared_folder()
     if shared is None:
         skip("needs the images and weights of $KINLENS_SHARED")
     cars, groceries = _cars(shared, args.half), _groceries(shared, args.half)
     with tempfile.TemporaryDirectory() as name:
-        embedder = OnnxEmbedder.open(args.bundle or _trunk(shared, Path(name, "bundle")))
+        bundle = args.bundle or _trunk(shared, Path(name, "bundle"))
+        if args.cost:
+            cost(bundle, Path(name), cars, groceries, args.rounds)
+            return
+        embedder = OnnxEmbedder.open(bundle)
     detector = None if args.detector is None else Detector(args.detector)
     found: dict[str, Any] = {}
     for name, products, others in (("cars", cars, groceries), ("groceries", groceries, cars)):
@@ -123,6 +152,32 @@ def contest(
     }
 
 
+def cost(bundle: Path, folder: Path, products: Photos, others: Photos, rounds: int) -> None:
+    """What windows cost over HTTP, for small photos and for those of a phone."""
+    embedder, rng = OnnxEmbedder.open(bundle), np.random.default_rng(0)
+    dim, bundle_id = embedder.dim, embedder.bundle_id
+    batches = lambda: clustered_batches(ITEMS, dim)
+    gallery = made_gallery(folder / "gallery", batches, ITEMS, dim, bundle_id=bundle_id)
+    pairs = list(zip(products.values(), others.values(), strict=False))[:PHOTOS]
+    serial = itertools.count()  # makes each file new, so that no vector is cached
+    heading("photo", "ms of", "plain", "auto", "ratio")
+    with serving(bundle, gallery) as server, httpx.Client(base_url=server.url) as client:
+        for width in WIDTHS_PX:
+            scenes = [composite(one[0], other[0], rng, width)[0] for one, other in pairs]
+
+            def ask(fields: dict[str, str], scenes: Sequence[bytes] = scenes) -> None:
+                for scene in scenes:
+                    files = {"image": ("photo.jpg", scene + b"%016d" % next(serial))}
+                    client.post("/search", files=files, data=fields).raise_for_status()
+
+            calls = {"plain": lambda: ask({}), "auto": lambda: ask({"crop": "auto"})}
+            cpu_s = lambda: tree_cpu_s(server.process.pid)
+            for name, clock in (("time", time.perf_counter), ("CPU", cpu_s)):
+                seconds = in_turns(calls, rounds, clock, warm_up=1)
+                plain, auto = (1e3 * statistics.median(seconds[of]) / PHOTOS for of in calls)
+                row(f"{width} px", name, plain, auto, ratio(seconds["auto"], seconds["plain"]))
+
+
 def windows(sizes: Sequence[str]) -> list[Box]:
     """The windows of these sizes, each row and column of them evenly spread over the photo."""
     found: list[Box] = []
@@ -132,11 +187,13 @@ def windows(sizes: Sequence[str]) -> list[Box]:
     return found
 
 
-def composite(photo: Path, behind: Path, rng: np.random.Generator) -> tuple[bytes, Box]:
+def composite(
+    photo: Path, behind: Path, rng: np.random.Generator, width_px: int = BACKGROUND_PX
+) -> tuple[bytes, Box]:
     """A JPEG of `behind` with `photo` pasted in at random, and the box of the latter."""
     with Image.open(behind) as image:
         scene = image.convert("RGB")
-    scene = scene.resize((BACKGROUND_PX, round(BACKGROUND_PX * scene.height / scene.width)))
+    scene = scene.resize((width_px, round(width_px * scene.height / scene.width)))
     with Image.open(photo) as image:
         pasted = image.convert("RGB")
     width = round(float(rng.uniform(*SHARE)) * scene.width)

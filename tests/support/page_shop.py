@@ -9,7 +9,7 @@ import io
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from fastapi import FastAPI, HTTPException, Request, Response
@@ -21,6 +21,7 @@ from pydantic import BaseModel, BeforeValidator, Json
 from starlette.datastructures import FormData, QueryParams
 
 from kinlens import models
+from kinlens.embedder.preprocess import windows
 from kinlens.service.http.edge import SECURITY_HEADERS
 
 UI = Path(__file__).parents[2] / "service" / "ui"
@@ -122,7 +123,11 @@ def passes(attributes: Mapping[str, Any], where: Mapping[str, Any]) -> bool:
     return True
 
 
-Crop = Annotated[list[float], BeforeValidator(lambda text: text.split(","))]
+def crop_of(text: str) -> Any:
+    return text if text == "auto" else text.split(",")
+
+
+Crop = Annotated[Literal["auto"] | list[float], BeforeValidator(crop_of)]
 
 
 class Wanted(BaseModel):
@@ -286,7 +291,11 @@ class Shop:
             async with request.form() as form:
                 wanted = wanted_of(form)
                 images = [await p.read() for p in form.getlist("image") if not isinstance(p, str)]
-            parts = [(n, crop) for n in range(len(images)) for crop in wanted.crop or [None]]
+            crops: Sequence[Any] = wanted.crop or [None]
+            if wanted.crop == ["auto"]:
+                crops = [None, *windows()[1:]]
+                wanted.combine = "best"
+            parts = [(n, crop) for n in range(len(images)) for crop in crops]
             vectors = [vector_of(images[n], crop) for n, crop in parts]
             views = [{"image": n + 1, "crop": crop} for n, crop in parts]
             return self.answer(wanted, vectors, views)

@@ -60,6 +60,22 @@ def test_a_link_finds_its_item_after_a_rebuild(open_shop: OpenPage, fake_shop: S
     assert parse_qs(urlsplit(page.url).fragment)["item"] == ["6"]
 
 
+def test_a_link_can_search_the_parts_of_an_item(open_shop: OpenPage, fake_shop: Shop) -> None:
+    first = searched(open_shop, fake_shop)
+    search_with_card(first, 3)
+    first.get_by_test_id("crop-auto").check()
+    expect(first.get_by_test_id("part-frame")).to_be_visible()
+    settled(first)
+    fragment = urlsplit(first.url).fragment
+    assert parse_qs(fragment)["crop"] == ["auto"]
+    second = open_shop(f"/#{fragment}&crop=0.1,0.1,0.5,0.5")  # which auto replaces
+    settled(second)
+    expect(second.get_by_test_id("crop-auto")).to_be_checked()
+    expect(second.get_by_test_id("crop-frame")).to_have_count(0)
+    assert fake_shop.asked[-1].crop == ["auto"]
+    assert keys(second) == keys(first)
+
+
 def test_a_link_to_a_removed_item_shows_a_message(open_shop: OpenPage, allowed: list[str]) -> None:
     allowed.append("404")
     page = open_shop("/#gallery=attic&item=99&key=none.png")

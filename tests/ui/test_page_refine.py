@@ -1,9 +1,11 @@
 """Narrowing a search on the page: parts, likes, filters, groups, the minimum score."""
 
+import io
 import re
 
 import numpy as np
 import pytest
+from PIL import Image
 from playwright.sync_api import Locator, Page, expect
 
 from tests.support.page_browser import (
@@ -13,10 +15,12 @@ from tests.support.page_browser import (
     keys,
     search_with_card,
     searched,
+    send_image,
     settled,
     violations,
 )
 from tests.support.page_shop import Shop
+from tests.tiny import encoded
 
 pytestmark = pytest.mark.browser
 
@@ -180,6 +184,95 @@ def test_the_best_part_can_count(results: Page, fake_shop: Shop) -> None:
     results.get_by_test_id("crop-clear").click()
     wait_for_crops(results, fake_shop)
     expect(found).to_have_count(0)
+
+
+PLACES = {
+    "Whole photo": (0, 0, 1, 1),
+    "Top left part": (0, 0, 2 / 3, 2 / 3),
+    "Top right part": (1 / 3, 0, 2 / 3, 2 / 3),
+    "Bottom left part": (0, 1 / 3, 2 / 3, 2 / 3),
+    "Bottom right part": (1 / 3, 1 / 3, 2 / 3, 2 / 3),
+}
+
+
+def busy_photo(shop: Shop, number: int) -> bytes:
+    """The image of an item in the lower right of another image."""
+    scene = Image.effect_noise((96, 96), 120).convert("RGB")
+    with Image.open(io.BytesIO(shop.galleries["shop"][number].data)) as image:
+        scene.paste(image, (32, 32))
+    return encoded(scene)
+
+
+def wait_for_frame(page: Page, place: str) -> None:
+    frame, stage = page.get_by_test_id("part-frame"), page.get_by_test_id("stage")
+    found: list[float] = []
+    for _ in range(100):
+        found = position(frame, stage) if frame.is_visible() else []
+        if found and np.allclose(found, PLACES[place], rtol=0, atol=0.01):
+            return
+        page.wait_for_timeout(50)
+    pytest.fail(f"the frame is at {found}, not around the {place.lower()}")
+
+
+def test_parts_of_a_busy_photo_are_searched_and_shown(shop_page: Page, fake_shop: Shop) -> None:
+    page, wanted = shop_page, fake_shop.galleries["shop"][7].key
+    send_image(page, busy_photo(fake_shop, 7), "street.png")
+    settled(page)
+    frame, notes = page.get_by_test_id("part-frame"), page.get_by_test_id("found-with")
+    expect(frame).to_be_hidden()
+    expect(notes).to_have_count(0)
+    judge(page, "like", 1, chips=1)
+
+    auto = page.get_by_label("The product fills only a part of the photo")
+    auto.focus()
+    with page.expect_response("**/search"):
+        page.keyboard.press("Space")
+    settled(page)
+    assert (fake_shop.asked[-1].crop, fake_shop.asked[-1].positive) == (["auto"], [])
+    expect(auto).to_be_checked()
+    expect(page.get_by_test_id("notice")).to_contain_text("Likes, dislikes and the order")
+    for hidden in ("like", "order-field", "combine-field", "crop-clear"):
+        expect(page.get_by_test_id(hidden).filter(visible=True)).to_have_count(0)
+    assert keys(page)[0] == wanted
+    names = notes.all_inner_texts()
+    assert names[0] == "Bottom right part"
+    assert {*names} <= {*PLACES}
+    wait_for_frame(page, names[0])
+    assert violations(page) == []
+
+    cards = page.get_by_test_id("card-search")
+    expect(cards.first).to_have_accessible_name(re.compile("found with bottom right part"))
+    other = next(number for number, name in enumerate(names) if name != names[0])
+    cards.nth(other).hover()
+    wait_for_frame(page, names[other])
+    page.mouse.move(1, 1)
+    wait_for_frame(page, names[0])
+    cards.nth(other).focus()
+    wait_for_frame(page, names[other])
+    page.get_by_test_id("where").nth(other).click()  # of the part that it was found with
+    expect(page.get_by_test_id("heat")).to_have_count(2)
+
+    page.get_by_test_id("crop-add").click()  # a part that the user chooses instead
+    wait_for_crops(page, fake_shop, [0.2, 0.2, 0.6, 0.6])
+    expect(auto).not_to_be_checked()
+    expect(frame).to_be_hidden()
+    auto.check()
+    wait_for_frame(page, names[0])
+    expect(page.get_by_test_id("crop-frame")).to_have_count(0)
+    auto.uncheck()
+    wait_for_crops(page, fake_shop)
+    expect(frame).to_be_hidden()
+
+
+def test_groups_name_the_part_of_a_busy_photo(shop_page: Page, fake_shop: Shop) -> None:
+    send_image(shop_page, busy_photo(fake_shop, 7))
+    settled(shop_page)
+    shop_page.get_by_test_id("crop-auto").check()
+    expect(shop_page.get_by_test_id("found-with")).to_have_count(20)
+    shop_page.get_by_test_id("group").select_option("class")
+    expect(shop_page.get_by_test_id("found-with")).to_have_count(4)
+    expect(shop_page.get_by_test_id("found-with").first).to_have_text("Bottom right part")
+    wait_for_frame(shop_page, "Bottom right part")
 
 
 def test_likes_and_dislikes_refine_and_are_undone(results: Page, fake_shop: Shop) -> None:

@@ -8,6 +8,7 @@ import { walkWithArrows } from "./cards.js";
 import { Cropper } from "./crop.js";
 import { sendVote } from "./feedback.js";
 import { acceptImages } from "./intake.js";
+import { drawn, startParts } from "./parts.js";
 import { fileOf, remember, startRecent } from "./recent.js";
 import * as results from "./results.js";
 import { hideSamples, showSamples } from "./samples.js";
@@ -17,7 +18,7 @@ import { worded } from "./words.js";
 import { hideError, hideNotice, showNotice, showProblem, startAlerts } from "../shared/alerts.js";
 import { Problem } from "../shared/api.js";
 import { announce, debounced, keepFocus, startSkip, ui } from "../shared/dom.js";
-import { fromHash, toHash } from "../shared/link.js";
+import { AUTO, fromHash, toHash } from "../shared/link.js";
 
 const UPLOAD_LINK = "This link contains the settings of a search, but not its photo, which stays in the " +
   "other browser. Choose a photo to search with these settings.";
@@ -46,10 +47,12 @@ function vote(kind, hit) {
   settings.toggleVote(kind, hit);
 }
 
-function showCrops(boxes) {
+function showCrops(crops) {
+  const boxes = drawn(crops);
   cropper.set(boxes);
   ui["crop-clear"].hidden = boxes.length === 0;
-  ui.query.classList.toggle("has-crops", boxes.length > 0);
+  ui["crop-auto"].checked = crops.includes(AUTO);
+  ui.query.classList.toggle("has-crops", crops.length > 0);
   ui["crop-add-text"].textContent = boxes.length === 0 ? "Select a part" : "Add part";
 }
 
@@ -298,6 +301,7 @@ function listen() {
   ui["copy-link"].addEventListener("click", copyLink);
   ui["crop-add"].addEventListener("click", () => cropper.add());
   ui["crop-clear"].addEventListener("click", () => cropper.clear());
+  ui["crop-auto"].addEventListener("change", ({ target }) => changeCrops(target.checked ? [AUTO] : []));
   ui["query-image"].addEventListener("error", () => ui["query-image"].classList.add("broken"));
   ui["query-image"].addEventListener("load", ({ target }) =>
     ui.stage.style.setProperty("--ratio", String(target.naturalWidth / target.naturalHeight)));
@@ -323,6 +327,7 @@ startSkip(ui.results);
 settings.startSettings(settingsChanged, settleDescribed);
 showSettings();
 walkWithArrows(ui.grid);
+startParts();
 acceptImages(ui, {
   onImages: searchImages,
   onLeftOut: (text) => showNotice(ui.notice.hidden ? text : `${ui["notice-text"].textContent} ${text}`),

@@ -5,7 +5,9 @@
 //   {kind: "uploads", name, images, previews, preview, crops: []}: several images, the best match counts
 //   {kind: "item", id, key, name, gallery, link, preview, attributes, crops}
 //   {kind: "likes", name, preview: "", crops: []}: only liked items, from a link without its image
+// Crops are boxes, or AUTO alone.
 
+import { isAuto, placeText } from "./parts.js";
 import { explainHit, fetchImage, galleryPath, getItem, getSimilar, listItems, postSearch, Problem } from "../shared/api.js";
 import { plural } from "../shared/format.js";
 
@@ -29,17 +31,21 @@ export function renewed(query) {
   return query.kind === "upload" ? { ...uploadQuery(query.image), name: query.name, crops: query.crops } : query;
 }
 
-// Returns "images" or "parts" if the query has several of them, otherwise "". `query` may be null.
+// Returns "images" or "parts" if the query has several of them, "auto" if the service chooses the parts,
+// otherwise "". `query` may be null.
 export function severalOf(query) {
   if (query?.kind === "uploads") return "images";
+  if (query && isAuto(query)) return "auto";
   return query?.crops.length > 1 ? "parts" : "";
 }
 
 // Whether each image or part is searched separately, and a result counts with its best match.
-export const isBest = (query, view) => view.combine === "best" && severalOf(query) !== "";
+export const isBest = (query, view) => isAuto(query) || (view.combine === "best" && severalOf(query) !== "");
 
 // Names the image or part that found a result.
-export function viewText({ crops }, { image, crop }) {
+export function viewText(query, { image, crop }) {
+  const { crops } = query;
+  if (isAuto(query)) return placeText(crop);
   if (crop === null) return `photo ${image}`;
   const isIt = (box) => box.every((part, side) => Math.abs(part - crop[side]) < 1e-3);
   return `part ${crops.findIndex(isIt) + 1}`;

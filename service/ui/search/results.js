@@ -3,6 +3,7 @@
 import { card, groupCard, placeholders, titleOf } from "./cards.js";
 import { isBest, PRODUCT, viewText } from "./ask.js";
 import { hideHeat, toggleHeat } from "./explain.js";
+import { hideParts, showParts } from "./parts.js";
 import { EMPTY_TEXT } from "./samples.js";
 import * as settings from "./settings.js";
 import { announce, definitions, element, ui } from "../shared/dom.js";
@@ -14,6 +15,7 @@ let describedBy = ""; // what the shown cards took from the description of their
 
 export function showQuery(query) {
   hideHeat();
+  hideParts();
   ui.query.hidden = query === null;
   document.title = query === null ? "Kinlens" : `${query.name} · Kinlens`;
   if (query === null) return;
@@ -182,6 +184,7 @@ function showAnswer(entry, handlers) {
   const leads = ui.grid.querySelector("a.card-main") !== null;
   ui["results-hint"].textContent = leads ? "Select a result to open it in the shop" : "Select a result to search with it";
   if (focused) refocus(focused, testid);
+  showParts(entry.query, rowsOf(entry.answer));
   showAbout(entry);
   filterCards(entry);
 }

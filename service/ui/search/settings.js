@@ -24,7 +24,7 @@ let galleries = [];
 let panel = null;
 let onChange = () => {};
 let onDescribed = () => {};
-let several = ""; // which of them the query has several of: "images", "parts" or neither
+let several = ""; // "images" or "parts" if the query has several of them, "auto", or ""
 export let view = emptyView();
 
 export const snapshot = () => structuredClone(view);
@@ -88,11 +88,12 @@ function showGroups() {
   ui["group-field"].hidden = names.length === 0;
 }
 
-// Offers the choice for several images or parts. The best match excludes votes and another order.
+// Offers the choice for several images or parts. The best match, which always counts of parts that the service
+// chooses, excludes votes and another order.
 export function offerCombine(what = several) {
   several = what;
-  ui["combine-field"].hidden = several === "" && view.combine === "";
-  ui["order-field"].hidden = several !== "" && view.combine === "best";
+  ui["combine-field"].hidden = several === "auto" || (several === "" && view.combine === "");
+  ui["order-field"].hidden = several === "auto" || (several !== "" && view.combine === "best");
   const [label, ...texts] = COMBINE[several] ?? COMBINE.images;
   ui["combine-label"].textContent = label;
   texts.forEach((text, index) => (ui.combine.options[index].textContent = text));

@@ -2,6 +2,7 @@
 // Paths are relative to the page, so they also work behind a proxy that adds a prefix.
 
 import { getKey } from "./key.js";
+import { cropText } from "./link.js";
 
 export class Problem extends Error {
   constructor(title, detail, facts = {}) {
@@ -152,7 +153,7 @@ function searchForm({ images = [], crops = [], combine, gallery, positives = [],
   for (const image of images) form.append("image", image, "query");
   if (combine) form.append("combine", combine);
   if (gallery) form.append("gallery", gallery);
-  for (const crop of crops) form.append("crop", crop.map((part) => part.toFixed(4)).join(","));
+  for (const crop of crops) form.append("crop", cropText(crop));
   for (const key of positives) form.append("positive", key);
   for (const key of negatives) form.append("negative", key);
   for (const [field, value] of commonFields(common)) form.append(field, String(value));

@@ -2,6 +2,7 @@
 
 export const DEFAULT_K = 20;
 const MAX_K = 10_000;
+export const AUTO = "auto"; // in place of crops: the service searches the whole image and parts of it
 const ORDERS = ["", "varied"]; // "" is the order of scores
 
 // The settings of a search. `min` is a score, `filter` the JSON form of the service's filters,
@@ -10,7 +11,7 @@ export function emptyView(gallery = "") {
   return { gallery, k: DEFAULT_K, min: 0, filter: {}, group: "", order: "", combine: "", likes: [], dislikes: [] };
 }
 
-const cropText = (crop) => crop.map((part) => Number(part.toFixed(4))).join(",");
+export const cropText = (crop) => (crop === AUTO ? AUTO : crop.map((part) => Number(part.toFixed(4))).join(","));
 
 export function toHash(view, query) {
   const fields = new URLSearchParams();
@@ -54,6 +55,7 @@ function filterFrom(text) {
 }
 
 function cropFrom(text) {
+  if (text === AUTO) return [AUTO];
   const parts = text.split(",").map(Number);
   const [left, top, width, height] = parts;
   const fits = parts.length === 4 && parts.every((part) => part >= 0 && part <= 1) &&
@@ -65,7 +67,8 @@ function itemFrom(fields, gallery) {
   const id = wholeFrom(fields.get("item"));
   if (id === null) return null;
   const crops = fields.getAll("crop").flatMap(cropFrom);
-  return { id, key: fields.get("key") ?? "", gallery: fields.get("from") ?? gallery, crops };
+  const known = crops.includes(AUTO) ? [AUTO] : crops;
+  return { id, key: fields.get("key") ?? "", gallery: fields.get("from") ?? gallery, crops: known };
 }
 
 // Returns {view, item, upload}. `item` is the query item, or null. `upload` is "upload", "uploads" or

@@ -4,6 +4,7 @@ import json
 import shutil
 import sqlite3
 import tarfile
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -18,9 +19,11 @@ from kinlens.commands.__main__ import app
 from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.session import OnnxEmbedder
 from kinlens.indexer.checks.verify import check_files
+from kinlens.indexer.filters.tree import Equals
 from kinlens.indexer.gallery import Gallery
-from kinlens.indexer.types import Entry
+from kinlens.indexer.types import Entry, SearchOptions
 from kinlens.service.settings import Settings
+from tests.support.seams import Segment
 from tests.support.servers import create_app
 from tests.tiny import encoded, photo
 
@@ -120,7 +123,7 @@ def test_a_compaction_moves_stored_vectors_out_of_the_catalogue(stored: Path, na
     [catalogue] = (stored / name).glob("versions/*/catalog.sqlite")
     with closing(sqlite3.connect(catalogue)) as catalog:
         assert catalog.execute("SELECT count(vector) FROM vectors").fetchone()[0] == 0
-        assert catalog.execute("PRAGMA user_version").fetchone()[0] == 7
+    assert schema_of(stored / name) == 7
     assert items_of(stored / name) == before
     kinlens_index("verify", stored / name)
 
@@ -137,18 +140,54 @@ def test_items_removed_after_a_conversion_are_erased(stored: Path, tmp_path: Pat
         assert not file.is_file() or not any(vector in file.read_bytes() for vector in gone), file
 
 
-@pytest.mark.parametrize("version", [5, 6])
-def test_items_that_an_earlier_version_removed_come_back(version: int, tmp_path: Path) -> None:
-    """Read as they are, and converted by the first write; their vectors were kept elsewhere."""
+@pytest.fixture(params=[5, 6])
+def version(request: pytest.FixtureRequest) -> int:
+    """A schema of which a gallery with removed items is stored."""
+    return int(request.param)
+
+
+@pytest.fixture
+def with_removed(version: int, tmp_path: Path) -> Path:
+    """A copy of that gallery."""
     with tarfile.open(GOLDEN / "removed.tar.xz") as archive:
         archive.extractall(tmp_path, filter="data")
-    path = tmp_path / f"version-{version}"
-    removed, vectors = ["k1", "k2", "k6", "k20", "k21"], units(40)
-    [catalogue] = path.glob("versions/*/catalog.sqlite")
+    return tmp_path / f"version-{version}"
 
-    def schema() -> int:
-        with closing(sqlite3.connect(catalogue)) as catalog:
-            return int(catalog.execute("PRAGMA user_version").fetchone()[0])
+
+def schema_of(path: Path) -> int:
+    [catalogue] = path.glob("versions/*/catalog.sqlite")
+    with closing(sqlite3.connect(catalogue)) as catalog:
+        return int(catalog.execute("PRAGMA user_version").fetchone()[0])
+
+
+def test_filters_find_their_items_while_another_process_converts_a_gallery(
+    with_removed: Path, version: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The items have other rows afterwards, next to those that can be restored."""
+    may_open, original = threading.Event(), Segment.open
+
+    def held(folder: Path, **options: Any) -> Segment:
+        if threading.current_thread().name == "segment":
+            may_open.wait(60)
+        return original(folder, **options)
+
+    with closing(Gallery.open(with_removed)) as gallery, closing(Gallery.open(with_removed)) as own:
+        blue = {item.key for item in gallery.items() if item.attributes["colour"] == "blue"}
+        assert schema_of(with_removed) == version
+        assert gallery.remove(["unknown"]) == 0
+        assert schema_of(with_removed) == 7
+        monkeypatch.setattr(Segment, "open", held)
+        try:
+            [hits] = own.search(units(1), 40, SearchOptions(where=Equals("colour", "blue")))
+        finally:
+            may_open.set()
+        assert {hit.key for hit in hits} == blue
+
+
+def test_items_that_an_earlier_version_removed_come_back(with_removed: Path, version: int) -> None:
+    """Read as they are, and converted by the first write; their vectors were kept elsewhere."""
+    path = with_removed
+    removed, vectors = ["k1", "k2", "k6", "k20", "k21"], units(40)
 
     def found(gallery: Gallery) -> list[str]:
         return [hits[0].key for hits in gallery.search(vectors[:26], 1)]
@@ -160,9 +199,9 @@ def test_items_that_an_earlier_version_removed_come_back(version: int, tmp_path:
         are_there = [n for n, key in enumerate(expected) if key not in [*removed, "k3"]]
         assert [found(gallery)[n] for n in are_there] == [expected[n] for n in are_there]
         assert not {*removed} & {*found(gallery)}
-        assert schema() == version
+        assert schema_of(path) == version
         assert sorted(item.key for item in gallery.restore([*removed, "k3"])) == sorted(removed)
-        assert schema() == 7
+        assert schema_of(path) == 7
         are_back = [n for n in range(26) if n != 3]  # which was replaced
         for each in (gallery, other):
             assert [found(each)[n] for n in are_back] == [expected[n] for n in are_back]

@@ -189,6 +189,8 @@ class SnapshotKeeper:
 
     def _can_keep(self, current: Snapshot, state: State) -> bool:
         """Whether searches can use the present segment while a thread opens the new one."""
+        if current.base[2] is None:
+            return False  # of an earlier version: its rows are those of no file
         if current.state.seq != state.seq and not _fits(current, state):
             return False
         following, opener = self._next, self._opener

@@ -6,8 +6,8 @@ replays the changes of the writer in two transactions of the catalogue:
     1. rows and tombstones up to the write of the snapshot, under the present segment
     2. the new segment and vector file, if the writer made them; the items do not change
 
-Each search sees one snapshot, and no search waits while a segment is opened, unless the writer has
-rewritten the vectors and a later snapshot follows first. Finished downloads are reused after an
+Each search sees one snapshot. Searches use the present segment until the new one is open, if their
+process has noticed the first transaction before the second. Finished downloads are reused after an
 interruption.
 """
 

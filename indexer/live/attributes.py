@@ -212,16 +212,17 @@ class _CachedFilter:
         self._lock = threading.Lock()
         # Weak, so that a cached filter does not keep the chunks of earlier states in memory.
         self._parts: list[tuple[list[weakref.ref[Chunk]], Bits]] = []
-        self._mask: tuple[State, Bits] | None = None
+        self._mask: tuple[State, str | None, Bits] | None = None
 
     def at(self, where: Filter, now: StateAttributes, checkpoint: Callable[[], None]) -> Bits:
         """The mask of a state. Single-flight: equal filters are evaluated once."""
-        state = now.snapshot.state
+        # Until the segment of rewritten vectors is open, rows are those of the old file.
+        key = now.snapshot.state, now.columns.space
         with self._lock:
-            if self._mask is None or self._mask[0] != state:
+            if self._mask is None or self._mask[:2] != key:
                 self._evaluate(where, now.columns, checkpoint)
-                self._mask = state, now.mask_of(joined(bits for _, bits in self._parts))
-            return self._mask[1]
+                self._mask = *key, now.mask_of(joined(bits for _, bits in self._parts))
+            return self._mask[2]
 
     def _evaluate(self, where: Filter, columns: Columns, checkpoint: Callable[[], None]) -> None:
         matcher, parts = Matcher(where, columns), []

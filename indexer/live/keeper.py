@@ -121,7 +121,7 @@ class SnapshotKeeper:
         Raises: GalleryCorruptError.
         """
         current = self._snapshot
-        if current is not None and current.state == self.catalog.state() and self._next is None:
+        if current is not None and self._is_newest(current, self.catalog.state()):
             return current
         with self.reading() as reading:
             return reading.snapshot
@@ -129,10 +129,14 @@ class SnapshotKeeper:
     def at(self, view: CatalogView, state: State) -> Snapshot | None:
         """The snapshot of `state`; None if another thread has already advanced beyond it."""
         current = self._snapshot
-        if current is None or current.state != state or self._next is not None:
+        if current is None or not self._is_newest(current, state):
             with self._advancing:
                 current = self._advanced(view, state)
         return current
+
+    def _is_newest(self, current: Snapshot, state: State) -> bool:
+        """Whether the snapshot is of this state and of its segment; else that is to be opened."""
+        return current.state == state and current.base == state.base and self._next is None
 
     def _advanced(self, view: CatalogView, state: State) -> Snapshot | None:
         current = self._snapshot
@@ -153,7 +157,7 @@ class SnapshotKeeper:
         elif following is not None and following.state.is_before(state):
             self._next = None  # a later compaction has replaced it
         assert current is not None
-        if current.state != state and _fits(current, state):  # else the same items in other rows
+        if current.state != state:
             current = current.advanced(view, state)
         self._check_size(current)
         self._snapshot = current
@@ -181,7 +185,7 @@ class SnapshotKeeper:
         )
         current, copy = self._snapshot, segment.gpu
         end = time.monotonic() + COPY_S
-        if current is None or _fits(current, state):
+        if current is None or _knows(current, state):
             while copy is not None and not self._is_closed and time.monotonic() < end:
                 if copy.wait(_GPU_STEP_S):
                     break
@@ -189,9 +193,7 @@ class SnapshotKeeper:
 
     def _can_keep(self, current: Snapshot, state: State) -> bool:
         """Whether searches can use the present segment while a thread opens the new one."""
-        if current.base[2] is None:
-            return False  # of an earlier version: its rows are those of no file
-        if current.state.seq != state.seq and not _fits(current, state):
+        if not _knows(current, state):
             return False
         following, opener = self._next, self._opener
         is_opening = opener is not None and opener.is_alive()
@@ -202,8 +204,8 @@ class SnapshotKeeper:
         return True
 
     def refresh(self) -> None:
-        """Open the latest segment unless it is in use already. Searches use the present one, and
-        wait only if a write follows on rewritten vectors.
+        """Open the latest segment unless it is in use already. Searches use the present one with
+        all later changes, unless the new one contains writes that were not applied to it before.
         """
         if not self._refreshing.acquire(blocking=False):
             return
@@ -255,11 +257,11 @@ class SnapshotKeeper:
         self._collector.finish()
 
 
-def _fits(snapshot: Snapshot, state: State) -> bool:
-    """Whether the snapshot can advance to a state with a newer segment: it has the same file of
-    vectors, and the catalogue lists all that was removed since.
+def _knows(snapshot: Snapshot, state: State) -> bool:
+    """Whether the snapshot can advance to a state with a newer segment: the catalogue lists all
+    that was removed since. One of an earlier version cannot, since its rows are those of no file.
     """
-    return snapshot.state.vectors == state.vectors and snapshot.state.seq >= state.segment_seq
+    return snapshot.base[2] is not None and snapshot.state.seq >= state.segment_seq
 
 
 class _Collector:

@@ -24,7 +24,7 @@ from kinlens.indexer.index.copies import Copies, by_owner
 from kinlens.indexer.index.faiss import SegmentIndex, range_search
 from kinlens.indexer.index.index_types import Effort, full
 from kinlens.indexer.index.segment import Segment
-from kinlens.indexer.types import Ids, Scores, numbers_in
+from kinlens.indexer.types import Ids, Scores, StoredRows, numbers_in
 
 _OVERFETCH = 2  # extra items to fetch, as a multiple of the expected number of removed hits
 _MAX_DROPPED = 0.25  # share of hidden items above which a search with a mask is faster
@@ -146,6 +146,8 @@ class Snapshot:
     segment: finds the first rows; None if there were no items. That of an earlier version, whose
         positions are no rows, finds none.
     copied: how many of the copies in `contents` the state has.
+    appended: the vectors (N, D) of the last rows, which `file` does not have: a compaction has
+        rewritten it before they were added. None if it has all.
     known: the attributes of this state or of an earlier one: see `SnapshotKeeper.columns_of`.
     """
 
@@ -159,6 +161,7 @@ class Snapshot:
     contents: _Contents
     copied: int = 0
     indexed: _Part | None = None
+    appended: StoredRows | None = None
     known: "Known" = field(default_factory=lambda: Known())
 
     @classmethod
@@ -190,6 +193,11 @@ class Snapshot:
         put_bits(live, added, True)
         put_bits(live, removed, False)
         self.contents.add(added - start, vectors, images)
+        appended = self.appended
+        if state.vectors != self.base[2] and count > self.row_count:
+            new = np.zeros((count - self.row_count, view.dim), self._stored.dtype)
+            new[added - self.row_count] = vectors
+            appended = new if appended is None else np.concatenate([appended, new])
         later = replace(
             self,
             state=state,
@@ -197,6 +205,7 @@ class Snapshot:
             row_count=count,
             size=size,
             copied=len(self.contents.copies),
+            appended=appended,
             known=Known(self.known.columns),
         )
         removed = removed[removed < start]
@@ -216,6 +225,11 @@ class Snapshot:
         """Number of items that the segment does not find."""
         return self.size - count_of(self.live, self.segment_size)
 
+    @property
+    def _stored(self) -> StoredRows:
+        """The rows that the file has."""
+        return self.file.rows(self.row_count - (0 if self.appended is None else len(self.appended)))
+
     @cached_property
     def _parts(self) -> list[_Part]:
         """The rows of the segment, and all later ones."""
@@ -227,7 +241,10 @@ class Snapshot:
                 pairs = np.array(self.contents.copies[: self.copied], np.int64).T
                 copies = Copies.from_array(pairs, self.row_count - start)
                 bits = copies.folded(bits)
-            index = SegmentIndex("flat", self.file.rows(self.row_count)[start:], None)
+            rows = self._stored[start:]
+            if self.appended is not None:
+                rows = np.concatenate([rows, self.appended])
+            index = SegmentIndex("flat", rows, None)
             parts.append(_Part(index, start, copies=copies).hiding(~bits))
         return parts
 
@@ -249,7 +266,14 @@ class Snapshot:
 
     def vectors(self, rows: Ids) -> Embeddings:
         """The vectors (N, D) of these rows."""
-        return full(self.file.rows(self.row_count)[rows])
+        stored, appended = self._stored, self.appended
+        if appended is None:
+            return full(stored[rows])
+        vectors = np.empty((len(rows), appended.shape[1]), np.float32)
+        is_stored = rows < len(stored)
+        vectors[is_stored] = stored[rows[is_stored]]
+        vectors[~is_stored] = appended[rows[~is_stored] - len(stored)]
+        return vectors
 
     def range_search(self, query: Embeddings, least: float, among: Bits | None) -> Ids:
         """The rows of all items with a score of at least `least` for the query (1, D).
@@ -257,7 +281,12 @@ class Snapshot:
         Compares the query with every item of `among`; None for all.
         """
         allowed = self.live if among is None else among
-        return range_search(self.file.rows(self.row_count), query, least, allowed)
+        found = range_search(self._stored, query, least, allowed)
+        if self.appended is None:
+            return found
+        start = self.row_count - len(self.appended)
+        later = bits_from(allowed, start, len(self.appended))
+        return np.append(found, range_search(self.appended, query, least, later) + start)
 
     def nearest(
         self,

@@ -85,7 +85,7 @@ class GalleryUpkeep(GalleryReader):
                 size=state.size,
                 delta=delta,
                 tombstones=0 if segment is None else segment.items - (state.size - delta),
-                compaction_due=self._due(reading.view, reading.view.state()),
+                compaction_due=self._due(reading.view, state),
                 segment=segment,
             )
 
@@ -134,8 +134,11 @@ class GalleryUpkeep(GalleryReader):
         return report
 
     def refresh(self) -> None:
-        """Notice what other processes have written: open a new segment, so that no search has to
-        open it, and compact in the background if that is due.
+        """Notice what other processes have written: open a new segment, apply later changes to what
+        searches use, and compact in the background if that is due.
+
+        Searches use the present segment meanwhile. They wait for the new one if it contains writes
+        that this process has not noticed before, or replaces one of an earlier version.
         """
         self._snapshots.refresh()
         self._snapshots.follow()

@@ -634,7 +634,7 @@ class Registry:
         )
 
     def _refresh(self, name: str) -> None:
-        """Open what another process has written to a gallery, so that no search has to."""
+        """Open what another process has written to a gallery, before a search has to."""
         served = self._served.get(name)
         if served is not None and isinstance(served.whole, IndexedGallery) and served.acquire():
             refreshing = self._openers.submit(served.whole.refresh, subject=name)

@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 
 from kinlens.embedder.errors import DeltaFullError, GalleryBusyError, KinlensError
 from kinlens.indexer.checks.verify import check_files
 from kinlens.indexer.filters.tree import Equals, Filter, Range
 from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.index import faiss as engine
+from kinlens.indexer.index.plan import IndexSettings
 from kinlens.indexer.live import compaction
 from kinlens.indexer.live.keeper import SnapshotKeeper
 from kinlens.indexer.live.snapshot import Snapshot
@@ -26,6 +29,8 @@ from tests.support.seams import Segment, write_backup
 from tests.support.waiting import until
 
 QUERY = units(1, 99)
+ALL = 4096
+"""An effort at which a graph finds everything here."""
 
 
 def entries(names: range, seed: int = 0, **attributes: object) -> list[Entry]:
@@ -198,6 +203,61 @@ def test_searches_go_on_while_the_segment_of_rewritten_vectors_is_opened(
             may_open.set()
         until(lambda: reader.facts().segment == gallery.facts().segment)
         assert (keys(reader), keys(reader, where)) == (left, few)
+
+
+@pytest.mark.parametrize("vector_type", ["fp32", "fp16"])
+@pytest.mark.parametrize("kind", ["flat", "hnsw"])
+def test_changes_are_seen_while_the_segment_of_rewritten_vectors_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vector_type: Any, kind: str
+) -> None:
+    """Also after a second such compaction: items have other rows in each file of vectors."""
+    monkeypatch.setattr(engine, "EXACT_BELOW", 0)
+    path, may_open, original = tmp_path / "gallery", threading.Event(), Segment.open
+    made = {"name": "shop", "bundle_id": "b" * 64, "dim": DIM, "vector_type": vector_type}
+
+    def held(folder: Path, **options: Any) -> Segment:
+        if threading.current_thread() is not threading.main_thread():
+            assert may_open.wait(60)
+        return original(folder, **options)
+
+    def answers(opened: Gallery) -> list[Any]:
+        found: list[Any] = [keys(opened), keys(opened, Range("n", 25, None))]
+        queries = np.concatenate([QUERY, *(one.vector[None] for one in shown)])
+        for given in ({}, {"distinct": True}, {"near": 0.9}):
+            hits = opened.search(queries, 12, SearchOptions(effort=ALL, **given))
+            found.append([[(hit.key, round(hit.score, 3)) for hit in row] for row in hits])
+        options = SearchOptions(min_score=0.1, exact=True)
+        return [*found, opened.facets(["n"], QUERY, options)]
+
+    with (
+        closing(Gallery.create(path, **made)) as gallery,
+        closing(Gallery.open(path)) as reader,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        gallery.add(entries(range(40)))
+        gallery.compact(IndexSettings(kind))
+        shown = entries(range(50, 55))
+        reader.refresh()
+        old = reader.facts().segment
+        monkeypatch.setattr(Segment, "open", held)
+        try:
+            for start in (50, 60):
+                gallery.remove([f"k{n}" for n in range(start - 50, start - 30)])
+                assert pool.submit(keys, reader).result(20) == keys(gallery)
+                gallery.compact()
+                gallery.add(entries(range(start, start + 5)))
+                copies = [dataclasses.replace(one, key=f"c{start}-{one.key}") for one in shown[:3]]
+                gallery.add([*entries(range(30, 32), seed=start), *copies])
+                gallery.remove([f"k{start + 4}"])
+                gallery.update({"k39": {"n": start}})
+                with closing(Gallery.open(path)) as again:
+                    expected = answers(again)
+                assert pool.submit(answers, reader).result(20) == expected
+                assert reader.facts().segment == old
+        finally:
+            may_open.set()
+        until(lambda: reader.facts().segment == gallery.facts().segment)
+        assert answers(reader) == expected
 
 
 @pytest.mark.parametrize("point", ["segment: before rename", "adopt: before commit"])

@@ -109,11 +109,14 @@ class UploadFolder:
 
     def sweep(self, is_over: Callable[[], bool] = lambda: False) -> None:
         """Remove every image that no item uses, and leftovers of interrupted writes. It stops early
-        when `is_over` returns true.
+        when `is_over` returns true, and at the first failure, which is logged.
         """
-        for shard in _shards(self.root):
-            if is_over() or not self._clear(shard):
-                return
+        try:
+            for shard in _shards(self.root):
+                if is_over() or not self._clear(shard):
+                    return
+        except Exception as error:  # whatever is wrong with this gallery, others are swept
+            _warn_not_removed(self._gallery.name, error)
 
     @contextlib.contextmanager
     def deleting(self) -> Iterator[None]:
@@ -125,8 +128,8 @@ class UploadFolder:
             yield
 
     def _clear(self, shard: Path) -> bool:
-        """Remove the images of a subfolder that no item uses, and unfinished writes; False if that
-        cannot be determined now.
+        """Remove the images of a subfolder that no item uses, and unfinished writes; False while
+        the gallery is copied.
         """
         try:
             with (
@@ -138,9 +141,6 @@ class UploadFolder:
                 for sha256 in set(contents) - stored_contents(self._gallery, contents):
                     self._path(sha256).unlink(missing_ok=True)
         except BlockingIOError:
-            return False
-        except (KinlensError, OSError) as error:
-            _warn_not_removed(self._gallery.name, error)
             return False
         return True
 

@@ -17,6 +17,7 @@ from kinlens.embedder.errors import (
     GalleryWriteError,
     ItemNotFoundError,
 )
+from kinlens.indexer.galleries import stored_contents
 from tests.support.seams import JobStore, SharedUploads, UploadFolder, set_fault_hook
 from tests.support.servers import WAIT_S
 from tests.support.shops import assert_problem, make_gallery, sha256, start_shop
@@ -107,6 +108,29 @@ def test_orphans_are_deleted_at_the_next_start(tmp_path, data) -> None:
     catalog.write_bytes(bytes(catalog.stat().st_size))
     UploadFolder(shop.folder).sweep()
     assert shop.photos() == {sha256(data[0])}
+
+
+def test_a_gallery_that_cannot_be_swept_keeps_its_images_and_others_are_swept(
+    tmp_path, monkeypatch, closes
+) -> None:
+    orphans = {}
+    for name in ("bad", "good"):
+        folder = tmp_path / "state" / "galleries" / name
+        make_gallery(folder, name)
+        orphans[name] = folder / "pictures" / "ab" / f"ab{'0' * 62}"
+        orphans[name].parent.mkdir(parents=True)
+        orphans[name].write_bytes(b"never named by a catalogue")
+
+    def stored(folder: Path, sha256s: list[str]) -> set[str]:
+        if folder.name == "bad":
+            raise ValueError("a fault that nobody expects")
+        return stored_contents(folder, sha256s)
+
+    monkeypatch.setattr("kinlens.service.galleries.uploads.stored_contents", stored)
+    shop = closes(start_shop(tmp_path / "state", create=False))
+    until(lambda: not orphans["good"].exists())
+    assert orphans["bad"].exists()
+    assert shop.client.get("/ready").status_code == 200
 
 
 def test_images_move_with_the_folder_of_their_gallery(tmp_path, data, closes) -> None:

@@ -394,8 +394,8 @@ class VectorStore(Protocol):
     def add(self, entries: Iterable[Entry], owned: frozenset[str] | None = None) -> Written:
         """Store entries.
 
-        In a folder, a full delta is looked for before the entries are stored. One call can exceed
-        it by its own entries; a request over HTTP has at most 256.
+        They are stored in one transaction. In a folder, the call waits while the delta is full, or
+        is refused; its own entries are not counted, and a request over HTTP has at most 256.
 
         An entry with the key, sha256 and vector of an item updates its attributes. An entry with
         another sha256 or vector replaces the item, which gets a new id.

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from kinlens.commands.__main__ import app
 from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.session import OnnxEmbedder
+from kinlens.indexer.catalog.schema import seal
 from kinlens.indexer.checks.verify import check_files
 from kinlens.indexer.filters.tree import Equals
 from kinlens.indexer.gallery import Gallery
@@ -25,6 +26,7 @@ from kinlens.indexer.types import Entry, SearchOptions
 from kinlens.service.settings import Settings
 from tests.support.seams import Segment
 from tests.support.servers import create_app
+from tests.support.waiting import until
 from tests.tiny import encoded, photo
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -182,6 +184,25 @@ def test_filters_find_their_items_while_another_process_converts_a_gallery(
         finally:
             may_open.set()
         assert {hit.key for hit in hits} == blue
+
+
+def test_a_gallery_that_waits_for_writes_is_not_converted_in_the_background(
+    with_removed: Path, version: int
+) -> None:
+    """Also after a write of the earlier version."""
+    with closing(Gallery.open(with_removed)) as gallery:
+        assert gallery.needs_compaction()
+        gallery.compact_in_background(after_writes=True)
+        [catalogue] = with_removed.glob("versions/*/catalog.sqlite")
+        with closing(sqlite3.connect(catalogue)) as catalog, catalog:
+            catalog.execute("UPDATE state SET seq = seq + 1")
+            seal(catalog)
+        gallery.refresh()
+        until(lambda: "compaction" not in [thread.name for thread in threading.enumerate()])
+        assert gallery.needs_compaction()
+        assert schema_of(with_removed) == version
+        gallery.update({"k0": {"n": 1}})
+        until(lambda: not gallery.needs_compaction())
 
 
 def test_items_that_an_earlier_version_removed_come_back(with_removed: Path, version: int) -> None:

@@ -79,6 +79,8 @@ _MAX_ATTEMPTS = 8  # to use a segment before a compaction deletes it
 _RETRY_S = 30.0
 _MAX_PAUSE_S = 3600.0
 _CLOSE_S = 2.0
+_TURN = threading.Semaphore()
+_TURN_S = 0.5  # how often to check for `close` while another gallery is compacted
 
 
 class CompactReport(BaseModel, frozen=True):
@@ -354,6 +356,9 @@ class BackgroundCompaction:
     """Compacts a gallery when a change makes it due, until `close`, in a thread that ends when it
     has nothing to do: many galleries that nobody changes need no thread.
 
+    One compaction runs at a time in a process, since it uses all cores and much memory. It waits
+    for others for up to an hour: one may hang on its disk.
+
     due: returns why a compaction is due, or None.
     compact: runs it; takes a progress callback.
 
@@ -414,7 +419,7 @@ class BackgroundCompaction:
         while self._has_work():
             try:
                 if self._due():
-                    self._compact(self._step)
+                    self._compact_in_turn()
                 self.last_error = None
                 self._pause_s = self._retry_s
                 continue
@@ -428,6 +433,17 @@ class BackgroundCompaction:
                     GalleryError(f"The compaction failed: {type(error).__name__}: {error}")
                 )
             self._retry_later()
+
+    def _compact_in_turn(self) -> None:
+        end = time.monotonic() + _MAX_PAUSE_S
+        while not (has_turn := _TURN.acquire(timeout=_TURN_S)) and time.monotonic() < end:
+            self._step(0)
+        try:
+            if self._due():  # or another process has compacted it meanwhile
+                self._compact(self._step)
+        finally:
+            if has_turn:
+                _TURN.release()
 
     def _step(self, _: int) -> None:
         if self._closed.is_set():

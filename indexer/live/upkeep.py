@@ -8,6 +8,7 @@ from pathlib import Path
 from kinlens.embedder.durable import stamp, write_whole
 from kinlens.embedder.errors import GalleryCorruptError, KinlensError
 from kinlens.indexer.catalog.read import CatalogView, State
+from kinlens.indexer.catalog.schema import SCHEMA_VERSION, schema_version
 from kinlens.indexer.columns.checkpoint import MANY
 from kinlens.indexer.folder.layout import disk_errors_explained
 from kinlens.indexer.folder.manifest import PRECISIONS, GalleryFacts
@@ -32,6 +33,7 @@ class GalleryUpkeep(GalleryReader):
     _background: BackgroundCompaction | None = None
     _known: tuple[str, SegmentManifest] | None = None  # the last segment and its manifest
     _stamp: tuple[int, ...] | None = None
+    _left_at: int | None = None  # the write until which nothing is compacted in the background
 
     @property
     def copy_of(self) -> str | None:
@@ -171,19 +173,39 @@ class GalleryUpkeep(GalleryReader):
             return self._due(view, view.state())
 
     def compact_in_background(
-        self, on_error: Callable[[KinlensError], None] | None = None
+        self,
+        on_error: Callable[[KinlensError], None] | None = None,
+        *,
+        after_writes: bool = False,
     ) -> BackgroundCompaction:
-        """Compact the gallery in another thread whenever a write, or `refresh`, finds it due."""
+        """Compact the gallery in another thread whenever a write, or `refresh`, finds it due.
+
+        after_writes: nothing is rewritten before a write of any process follows this call, and a
+            gallery of an earlier version is not converted.
+        """
         if self._background is None:
             self._background = BackgroundCompaction(
                 self._due_in_background,
                 lambda progress: self.compact(keep_removed_s=KEEP_REMOVED_S, on_progress=progress),
                 on_error,
             )
-            self._background.nudge()
+            if after_writes:
+                self._left_at = self._catalog.state().seq
+            else:
+                self._background.nudge()
         return self._background
 
+    def _is_left(self) -> bool:
+        """Whether a compaction in the background must leave the gallery as it is."""
+        if self._left_at is None:
+            return False
+        with self._catalog.reading() as view:
+            is_earlier = schema_version(view.connection) != SCHEMA_VERSION
+            return is_earlier or view.state().seq == self._left_at
+
     def _due_in_background(self) -> str | None:
+        if self._is_left():
+            return None
         reason = self.needs_compaction()
         if reason is None and self.copy_of is None:
             with disk_errors_explained(self.generation_folder):

@@ -194,6 +194,11 @@ class GalleryWriter(GalleryUpkeep):
         with self._writing() as writer:
             writer.forget_unused_names()
 
+    def compact_for_writers(self) -> None:
+        """Compact the gallery in another thread, since new items wait for that."""
+        background, self._left_at = self.compact_in_background(), None
+        background.urge()
+
     def check_delta(self) -> None:
         """Check whether new items can be added now. Raises: DeltaFullError."""
         with self._catalog.reading() as view:
@@ -226,7 +231,7 @@ class GalleryWriter(GalleryUpkeep):
         with contextlib.suppress(DeltaFullError), self._writing() as writer:
             return work(writer)
         if self.when_full == "refuse":
-            self.compact_in_background().urge()
+            self.compact_for_writers()
         else:
             self.compact(wait=True, keep_removed_s=KEEP_REMOVED_S, skip_if=self._takes_items)
         with self._writing() as writer:

@@ -19,6 +19,7 @@ from kinlens.embedder.decoding.formats import format_of
 from kinlens.embedder.errors import (
     BundleMismatchError,
     DeadlineExceededError,
+    DeltaFullError,
     GalleryBusyError,
     InvalidParameterError,
     KinlensError,
@@ -294,7 +295,11 @@ def _drafts(gallery: Opened, items: Sequence[NewItem]) -> list[_Draft]:
         draft.vector = stored.get(draft.sha256)
     is_new = any(draft.vector is None and draft.error is None for draft in drafts)
     if is_new and isinstance(gallery, IndexedGallery):
-        gallery.check_delta()  # before the work of embedding them
+        try:
+            gallery.check_delta()  # before the work of embedding them
+        except DeltaFullError:
+            gallery.compact_for_writers()
+            raise
     return drafts
 
 

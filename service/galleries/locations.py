@@ -134,6 +134,11 @@ class Locations:
                     "uploaded images in that folder."
                 )
 
+    @property
+    def has_state(self) -> bool:
+        """Whether there is a folder for galleries that are created over HTTP."""
+        return self._managed is not None
+
     def list_galleries(self) -> list[GalleryLocation]:
         """Every gallery, in the order of the service. Galleries of the settings are listed even if
         they cannot be found.

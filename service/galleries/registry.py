@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import copy
 import math
+import os
 import threading
 import time
 from collections import defaultdict
@@ -307,7 +308,7 @@ class Registry:
         """Warm up the models, serve the galleries, and look at them every `interval_s`."""
         for location, gallery in list(self._opened.items()):
             model = await self._models.get(gallery.bundle_id, gallery.precision)
-            await self._call(location.name, partial(_begin_compaction, gallery, location))
+            await self._call(location.name, partial(self._begin_compaction, gallery, location))
             del self._opened[location]
             self._served[location.name] = self._make_served(location, gallery, model)
         await self._drop_models()
@@ -618,7 +619,7 @@ class Registry:
             precision = await self._call(name, lambda: gallery.precision)  # on the disk
             model = await self._models.get(gallery.bundle_id, precision)
             await self._call(name, partial(_check_searches, location, gallery, model))
-            await self._call(name, partial(_begin_compaction, gallery, location))
+            await self._call(name, partial(self._begin_compaction, gallery, location))
             if self._is_stopped:
                 raise GalleryNotFoundError("The service is stopping.")
         except BaseException:
@@ -632,6 +633,18 @@ class Registry:
             generation=gallery.generation,
             bundle_id=model.bundle_id,
         )
+
+    def _begin_compaction(self, gallery: Opened, location: GalleryLocation) -> None:
+        """Compact a gallery in the background when it is due. One of the settings is left as it is
+        until a write follows, and by a service without a state folder, which changes nothing.
+        """
+        if not isinstance(gallery, IndexedGallery):
+            return
+        gallery.when_full = "refuse"
+        if location.managed:
+            gallery.compact_in_background()
+        elif self._locations.has_state and os.access(gallery.path, os.W_OK):
+            gallery.compact_in_background(after_writes=True)
 
     def _refresh(self, name: str) -> None:
         """Open what another process has written to a gallery, before a search has to."""
@@ -777,13 +790,6 @@ def probe(gallery: Opened, model: Model) -> tuple[str, bool]:
     [hits] = gallery.search(np.ascontiguousarray(model.reference_vector[np.newaxis]), 1)
     is_found = bool(hits) or not size or gallery.version != version
     return version, is_found and all(math.isfinite(hit.score) for hit in hits)
-
-
-def _begin_compaction(gallery: Opened, location: GalleryLocation) -> None:
-    if isinstance(gallery, IndexedGallery):
-        gallery.when_full = "refuse"
-        if location.managed:
-            gallery.compact_in_background()
 
 
 def _examine(served: Served, on_progress: Callable[[int], None]) -> None:

@@ -1,5 +1,6 @@
 """A gallery that is changed while it is searched: by threads, by processes, during compaction."""
 
+import contextlib
 import dataclasses
 import itertools
 import threading
@@ -321,6 +322,52 @@ def test_writes_of_another_process_are_compacted_once_they_are_noticed(gallery, 
     until(lambda: gallery.facts().tombstones == 0)
     assert keys(gallery) == {f"k{n}" for n in range(100, 500)}
     assert background.last_error is None
+
+
+def test_a_gallery_that_waits_for_writes_is_compacted_after_the_next_one(gallery, out) -> None:
+    gallery.add(entries(range(100)))
+    gallery.compact()
+    gallery.remove(f"k{n}" for n in range(50))
+    due = gallery.needs_compaction()
+    gallery.compact_in_background(after_writes=True)
+    gallery.refresh()
+    until(lambda: not compacting())
+    assert gallery.needs_compaction() == due
+    gallery.update({"k60": {"n": 1}})
+    until(lambda: gallery.facts().tombstones == 0)
+
+
+def test_one_gallery_is_compacted_in_the_background_at_a_time(tmp_path, monkeypatch) -> None:
+    began, may_end, original = [], threading.Event(), compaction.compact
+
+    def held(generation: Path, *arguments: Any, **options: Any) -> Any:
+        began.append(generation)
+        assert may_end.wait(60)
+        return original(generation, *arguments, **options)
+
+    monkeypatch.setattr("kinlens.indexer.live.upkeep.compact", held)
+    monkeypatch.setattr(compaction, "_SMALL_DELTA", 1)
+    monkeypatch.setattr(compaction, "_TURN_S", 0.01)
+    with contextlib.ExitStack() as stack:
+        galleries = []
+        for n in range(4):
+            made = Gallery.create(tmp_path / str(n), name="shop", bundle_id="b" * 64, dim=DIM)
+            galleries.append(stack.enter_context(closing(made)))
+            made.add(entries(range(5)))
+        galleries[0].compact_in_background()
+        until(lambda: began)
+        for one in galleries[1:]:
+            one.compact_in_background()
+        galleries.pop().close()  # which waits for its turn
+        assert (len(began), len(compacting())) == (1, 3)
+        may_end.set()
+        until(lambda: not compacting())
+        assert [one.facts().delta for one in galleries] == [0, 0, 0]
+        assert len(began) == 3
+
+
+def compacting() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "compaction"]
 
 
 def test_a_failed_background_compaction_is_reported_and_the_gallery_answers(

@@ -14,6 +14,7 @@ from kinlens.embedder.fake import FakeEmbedder
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.ingest.build import build_gallery
 from kinlens.indexer.ingest.sources import folder_source
+from kinlens.indexer.live import compaction
 from kinlens.service.runtime import Runtime
 from kinlens.service.settings import Settings
 from tests.embedder.bundles import write_full_bundle
@@ -145,7 +146,8 @@ def test_a_configured_gallery_can_be_written_but_not_deleted(tmp_path, data, clo
     assert (photos / "0.png").read_bytes() == data[0]
 
 
-def test_only_a_managed_gallery_is_compacted_automatically(tmp_path) -> None:
+def test_galleries_of_the_settings_and_managed_ones_are_compacted_after_writes(tmp_path) -> None:
+    """After writes over HTTP, and after those of another process."""
     folders = {"given": tmp_path / "given", "made": tmp_path / "state" / "galleries" / "made"}
     for name, folder in folders.items():
         make_gallery(folder, name, count=20)
@@ -156,8 +158,63 @@ def test_only_a_managed_gallery_is_compacted_automatically(tmp_path) -> None:
         for name in folders:
             body = {"keys": [f"{name}-{n}" for n in range(10)]}
             shop.client.post(f"/galleries/{name}/items/delete", json=body).raise_for_status()
+            until(lambda name=name: shop.gallery(name)["index"]["tombstones"] == 0)
+            with closing(Gallery.open(folders[name])) as script:
+                script.remove(f"{name}-{n}" for n in range(10, 15))
+            until(lambda name=name: shop.gallery(name)["size"] == 5)
+            until(lambda name=name: shop.gallery(name)["index"]["tombstones"] == 0)
+
+
+def test_photos_that_are_replaced_for_ever_fill_no_gallery_of_the_settings(
+    tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(compaction, "_SMALL_DELTA", 2)
+    make_gallery(tmp_path / "given", "given", count=2)
+    given = (f"given={tmp_path / 'given'}",)
+    with closing(start_shop(tmp_path / "state", create=False, galleries=given)) as shop:
+        for n in range(30):
+            put_when_there_is_space(shop, photo(n))
+        until(lambda: shop.gallery("given")["index"]["compaction_due"] is None)
+        index = shop.gallery("given")["index"]
+        assert index["delta"] + index["tombstones"] < 8
+    rows = [*(tmp_path / "given").glob("versions/*/vectors/*/rows.f32")]
+    assert sum(file.stat().st_size for file in rows) < 10 * 4 * 32
+
+
+def put_when_there_is_space(shop: Shop, image: Any) -> None:
+    """Replace the image of one item, again after each 429."""
+    until(lambda: shop.put_form({"same": encoded(image)}, gallery="given").status_code == 200)
+
+
+def test_a_start_rewrites_no_gallery_of_the_settings_that_is_due(tmp_path, monkeypatch) -> None:
+    """It becomes smaller once something is written, however little."""
+    monkeypatch.setattr(compaction, "_SMALL_DELTA", 2)
+    folders = {"given": tmp_path / "given", "made": tmp_path / "state" / "galleries" / "made"}
+    for name, folder in folders.items():
+        make_gallery(folder, name, count=20)
+    given = (f"given={folders['given']}",)
+    with closing(start_shop(tmp_path / "state", create=False, galleries=given)) as shop:
+        until(lambda: shop.gallery("made")["index"]["delta"] == 0)
+        with closing(Gallery.open(folders["made"])) as script:
+            script.remove(f"made-{n}" for n in range(10))
+        until(lambda: shop.gallery("made")["size"] == 10)  # so there was a look at both
         until(lambda: shop.gallery("made")["index"]["tombstones"] == 0)
-        assert shop.gallery("given")["index"]["tombstones"] == 10
+        assert shop.gallery("given")["index"]["delta"] == 20
+        assert "20 items were added" in shop.gallery("given")["index"]["compaction_due"]
+        body = {"changes": {"given-0": {"price": 1}}}
+        shop.client.patch("/galleries/given/items", json=body).raise_for_status()
+        until(lambda: shop.gallery("given")["index"]["delta"] == 0)
+
+
+def test_a_gallery_of_the_settings_that_was_full_at_the_start_takes_items_again(
+    tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(compaction, "_SMALL_DELTA", 2)
+    make_gallery(tmp_path / "given", "given", count=20)
+    given = (f"given={tmp_path / 'given'}",)
+    with closing(start_shop(tmp_path / "state", create=False, galleries=given)) as shop:
+        assert_problem(shop.put_form({"a": encoded(photo(1))}, gallery="given"), 429, "delta-full")
+        put_when_there_is_space(shop, photo(1))
 
 
 def test_without_a_state_folder_writes_are_409_with_the_cure(start_service, data) -> None:

@@ -628,17 +628,20 @@ def sort_by_of(text: str) -> SortBy:
     return SortBy(text)
 
 
-def combined_query(liked: Embeddings, disliked: Embeddings) -> Embeddings:
+def combined_query(
+    liked: Embeddings, disliked: Embeddings, weights: Sequence[float] | None = None
+) -> Embeddings:
     """A unit query vector (D,) for items like `liked` (P, D) and unlike `disliked` (N, D).
 
-    Rocchio's rule with equal weights: the mean of the liked vectors, plus its difference to the
-    mean of the disliked ones. N may be 0.
+    Rocchio's rule: the mean of the liked vectors, plus its difference to the mean of the disliked
+    ones. N may be 0. With `weights` (P,) the mean of the liked vectors is weighted; a vector with a
+    negative weight is subtracted.
 
     Raises: InvalidParameterError if nothing is liked, or if likes and dislikes cancel out.
     """
     if not len(liked):
         raise InvalidParameterError("No liked items. Give at least one key of a liked item.")
-    target = liked.mean(axis=0, dtype=np.float64)
+    target = weighted_mean(liked, weights)
     if len(disliked):
         target = 2 * target - disliked.mean(axis=0, dtype=np.float64)
     norm = np.linalg.norm(target)
@@ -649,6 +652,15 @@ def combined_query(liked: Embeddings, disliked: Embeddings) -> Embeddings:
         )
     combined: Embeddings = (target / norm).astype(np.float32)
     return combined
+
+
+def weighted_mean(
+    vectors: Embeddings, weights: Sequence[float] | None = None
+) -> NDArray[np.float64]:
+    """The sum (D,) of vectors (P, D) times their weights, by the sum of the absolute weights."""
+    factors = np.ones(len(vectors)) if weights is None else np.array(weights, np.float64)
+    mean: NDArray[np.float64] = factors @ vectors.astype(np.float64)
+    return mean / max(float(np.abs(factors).sum()), np.finfo(np.float64).tiny)
 
 
 def best_of_views(

@@ -4,10 +4,11 @@ import base64
 import io
 import json
 import os
+import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, Protocol, TypedDict, TypeVar
+from typing import Any, BinaryIO, Literal, NotRequired, Protocol, TypedDict, TypeVar
 from urllib.parse import quote
 
 import httpx
@@ -31,6 +32,17 @@ Image = bytes | bytearray | memoryview | str | os.PathLike[str] | BinaryIO | Ima
 
 Images = Image | Sequence[Image]
 
+Vector = Iterable[Any]
+"""The numbers of a vector of norm 1: a list, an array of NumPy or a tensor of PyTorch."""
+
+
+class QueryVector(TypedDict):
+    """A vector of a search; `weight` is its part in the mean, in which an image has 1."""
+
+    vector: Vector
+    weight: NotRequired[float]
+
+
 Crop = tuple[float, float, float, float]
 """Left, top, width and height as fractions of the upright image."""
 
@@ -49,6 +61,7 @@ AUTO = "auto"
 _MAX_BYTES = 32 * 2**20  # of one request
 _PART_BYTES = 200  # upper bound of the headers and boundary of a part
 _SHOWN = 200
+_AS_JSON = ("facets", "vectors")
 
 
 class SearchOptions(TypedDict, total=False):
@@ -70,11 +83,12 @@ class SearchOptions(TypedDict, total=False):
 
 
 class ImageSearchOptions(SearchOptions, total=False):
-    """Options of a search with images. `crops` apply to each image; "auto" are the whole image and
-    parts of it, for busy photos. With `combine` "best", as with "auto", an item counts with the
-    image and crop that it is most similar to, its `view`."""
+    """Options of a search with images, `vectors` or both. `crops` apply to each image; "auto" are
+    the whole image and parts of it, for busy photos. With `combine` "best", as with "auto", an item
+    counts with the image, crop or vector that it is most similar to, its `view`."""
 
     gallery: str | None
+    vectors: Sequence[QueryVector] | None
     crops: Sequence[Crop] | Literal["auto"] | None
     combine: Literal["mean", "best"] | None
     positives: Sequence[str] | None
@@ -145,9 +159,9 @@ def path_of(*parts: str | int) -> str:
 
 
 def fields(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options as fields of a form or query: without None, and mappings and facets as JSON."""
+    """Options as fields of a form or query: without None, and mappings and some lists as JSON."""
     return {
-        name: json_of(value) if isinstance(value, Mapping) or name == "facets" else value
+        name: json_of(value) if isinstance(value, Mapping) or name in _AS_JSON else value
         for name, value in options.items()
         if value is not None
     }
@@ -177,7 +191,8 @@ def _plain(value: Any) -> Any:
 
 def search_form(images: Images, options: ImageSearchOptions) -> list[Part]:
     """A search as parts of a form. Raises: ImageReadError, ArgumentError."""
-    single = fields(options)
+    given: dict[str, Any] = {**options}
+    single = fields({**given, "vectors": _vectors(given.get("vectors"))})
     parts = [_file(image) for image in _listed(images)]
     parts += [_field("crop", crop) for crop in _crops(single.pop("crops", ()))]
     for name in ("positives", "negatives"):
@@ -199,6 +214,30 @@ def _crops(crops: Any) -> list[str]:
         ) from None
 
 
+def _vectors(vectors: Any) -> list[dict[str, Any]] | None:
+    """Vectors of a search, each as base64. Raises: ArgumentError."""
+    if vectors is None:
+        return None
+    try:
+        return [{**sent, "vector": vector_text(sent["vector"])} for sent in vectors]
+    except (TypeError, KeyError):
+        raise ArgumentError(
+            f"vectors = {vectors!r:.{_SHOWN}} must be a list of mappings with a vector, such as "
+            '[{"vector": [0.6, 0.8], "weight": 0.5}].'
+        ) from None
+
+
+def vector_text(vector: Vector) -> str:
+    """A vector as base64 of little-endian float32 numbers. Raises: ArgumentError."""
+    try:
+        numbers = [float(number) for number in vector]
+        return base64.b64encode(struct.pack(f"<{len(numbers)}f", *numbers)).decode()
+    except (TypeError, ValueError, OverflowError, struct.error) as error:
+        raise ArgumentError(
+            f"vector = {vector!r:.{_SHOWN}} is not a list of numbers: {error}."
+        ) from error
+
+
 def _keys(name: str, keys: Any) -> Sequence[str]:
     """Keys of items. Raises: ArgumentError for a single text, whose letters would be the keys."""
     if isinstance(keys, str) or not all(isinstance(key, str) for key in keys):
@@ -217,6 +256,8 @@ def batch_json(queries: Sequence[Query]) -> dict[str, Any]:
     searches = []
     for query in queries:
         given = {name: value for name, value in (query.options or {}).items() if value is not None}
+        if "vectors" in given:
+            given["vectors"] = _vectors(given["vectors"])
         crops: Any = given.pop("crops", ())
         is_auto = _crops(crops) == [AUTO]
         images = [

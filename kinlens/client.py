@@ -35,6 +35,7 @@ from kinlens.calls import (
     NewItem,
     Part,
     Query,
+    QueryVector,
 )
 from kinlens.errors import (
     AnswerError,
@@ -66,6 +67,7 @@ __all__ = [
     "NewItem",
     "ProblemError",
     "Query",
+    "QueryVector",
 ]
 
 P = ParamSpec("P")
@@ -301,16 +303,17 @@ class AsyncClient(_BaseClient):
     async def search(
         self, images: Images = (), **options: Unpack[calls.ImageSearchOptions]
     ) -> api.SearchAnswer:
-        """Search with images: return the items most similar to the query.
+        """Search with images or vectors: return the items most similar to the query.
 
         Args:
             images: one or more images. Without `crops`, each is used as a whole.
-            options: for example `gallery`, `k`, `filter`, `min_score`, `crops`, and the item keys
-                `positives` (liked) and `negatives` (disliked). docs/api.md describes each.
+            options: for example `gallery`, `k`, `filter`, `min_score`, `crops`, `vectors`, and the
+                item keys `positives` (liked) and `negatives` (disliked). docs/api.md describes
+                each.
 
-        All images, crops and liked items are combined into one query vector: their mean, moved away
-        from the disliked items. With `combine="best"` an item has the score of its most similar
-        image or crop.
+        All images, crops, vectors and liked items are combined into one query vector: their mean,
+        moved away from the disliked items. With `combine="best"` an item has the score of its most
+        similar image, crop or vector.
         """
         parts = await self._read_files(calls.search_form, images, options)
         return await self._send(api.SearchAnswer, "POST", "search", parts=parts)
@@ -352,11 +355,12 @@ class AsyncClient(_BaseClient):
         images: Images,
         *,
         crops: Sequence[Crop] = (),
+        vectors: Sequence[QueryVector] | None = None,
         positives: Sequence[str] = (),
         negatives: Sequence[str] = (),
     ) -> api.ExplainAnswer:
         """Return which regions of a hit match the query; send the query of the search."""
-        options: calls.ImageSearchOptions = {"crops": crops}
+        options: calls.ImageSearchOptions = {"crops": crops, "vectors": vectors}
         options |= {"positives": positives, "negatives": negatives}
         parts = await self._read_files(calls.search_form, images, options)
         path = ("galleries", gallery, *calls.item_path(item), "explain")

@@ -45,10 +45,13 @@ class Problem(BaseModel):
 
 
 class ViewModel(BaseModel):
-    """A part of the query: the position of its image, from 1, and its crop (null: no crop)."""
+    """A part of the query: the position of its image, from 1, and its crop (null: no crop); or the
+    position of its `vector`, and then `image` is null.
+    """
 
-    image: int
+    image: int | None
     crop: list[float] | None
+    vector: int | None = None
 
 
 _VIEW = Field(description="With combine=best: the best matching image and crop of the query.")

@@ -35,6 +35,8 @@ from kinlens.indexer.filters.text import parse_filter
 from kinlens.indexer.filters.tree import Filter
 from kinlens.indexer.types import MAX_FACETS, Grouping
 from kinlens.service.access.rates import account_of
+from kinlens.service.encoding.model import View
+from kinlens.service.encoding.vectors import MAX_NUMBERS, MAX_WEIGHT, VectorView, vector_content
 from kinlens.service.http import bodies
 from kinlens.service.http.bodies import (
     FORM,
@@ -56,7 +58,7 @@ _INLINE_PARTS = 16
 _SHORT_FILTER = 256  # characters
 _LISTS = {"positive": "positives", "negative": "negatives", "crop": "crops"}
 _LISTED = ("images", *_LISTS.values())  # names that are only valid in JSON
-_VIEWS = "images and crops"
+_VIEWS, _ALL_VIEWS = "images and crops", "images, crops and vectors"
 _MAX_KEYS = 256
 _CORNERS = 4
 _SHOWN = 80
@@ -265,6 +267,51 @@ class ImageInput(Strict):
         return [None, *AUTO[1:]] if self.crops is AUTO else self.crops
 
 
+def _vector(value: Any) -> bytes:
+    """A validator for a vector, as a list of numbers or as base64."""
+    try:
+        return vector_content(value)
+    except InvalidParameterError as error:
+        raise custom_error(str(error)) from error
+
+
+_VECTOR_SCHEMA: dict[str, Any] = {
+    "anyOf": [
+        {
+            "type": "array",
+            "items": {"type": "number"},
+            "minItems": 1,
+            "maxItems": MAX_NUMBERS,
+        },
+        {"type": "string", "contentEncoding": "base64"},
+    ],
+    "description": "A vector of norm 1 from the bundle of the gallery: its numbers, or base64 of "
+    "them as little-endian float32.",
+}
+SentVector = Annotated[bytes, BeforeValidator(_vector), WithJsonSchema(_VECTOR_SCHEMA)]
+_Weight = Annotated[float, Field(ge=-MAX_WEIGHT, le=MAX_WEIGHT, allow_inf_nan=False)]
+
+
+class VectorInput(Strict):
+    """A vector that was embedded before; it is a view of the query as an image is."""
+
+    vector: SentVector
+    weight: Annotated[
+        _Weight,
+        Field(description="Its part in the mean; an image has 1. Below 0: unlike this vector."),
+    ] = 1.0
+
+
+def _list_as_text(value: Any) -> Any:
+    """A validator for a list of objects, which forms and query strings send as JSON."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return bodies.parse_json(value.encode(errors="surrogatepass"))
+    except (ValueError, InvalidParameterError) as error:
+        raise custom_error(f"it is not valid JSON: {error}; send a list of objects.") from error
+
+
 class SearchFields(Strict):
     """Options of a search."""
 
@@ -403,7 +450,7 @@ class SearchFields(Strict):
 
 
 class SearchRequest(SearchFields):
-    """A search with at least one image or one positive."""
+    """A search with at least one image, vector or positive."""
 
     gallery: Annotated[
         str | None,
@@ -415,10 +462,10 @@ class SearchRequest(SearchFields):
     combine: Annotated[
         Combine,
         Field(
-            description="mean: one query from the mean of all images, crops and positives, moved "
-            "away from the negatives. best: search with each image and crop; an item or group "
-            "counts with the best of them, its view. best is not possible with positives, "
-            "negatives, distinct, diversity, boost and sort_by."
+            description="mean: one query from the mean of all images, crops, vectors and "
+            "positives, moved away from the negatives. best: search with each image, crop and "
+            "vector; an item or group counts with the best of them, its view. best is not possible "
+            "with positives, negatives, weights, distinct, diversity, boost and sort_by."
         ),
     ] = "mean"
     positives: Annotated[_Keys, Field(description="Keys of liked items.")]
@@ -426,6 +473,16 @@ class SearchRequest(SearchFields):
     images: Annotated[
         list[ImageInput],
         Field(default_factory=list, max_length=Settings.max_images, fail_fast=True),
+    ]
+    vectors: Annotated[
+        list[VectorInput],
+        Field(
+            default_factory=list,
+            max_length=Settings.max_images,
+            fail_fast=True,
+            description="Vectors to search with, alone or together with images.",
+        ),
+        BeforeValidator(_list_as_text),
     ]
 
     @model_validator(mode="after")
@@ -445,29 +502,40 @@ class SearchRequest(SearchFields):
                 "combine = best searches with each image and crop; omit positives, negatives, "
                 f"distinct, diversity, boost and sort_by, or {cure}."
             )
+        if self.combine == "best" and any(sent.weight != 1 for sent in self.vectors):
+            raise custom_error(
+                "combine = best searches with each vector alone, where a weight has no effect; "
+                "omit the weights, or send combine = mean."
+            )
         return self
 
     def query(self, **more: Any) -> Query:
         """Convert to a query. Raises: FilterError, InvalidParameterError."""
-        views = sum([max(1, len(image.crops)) for image in self.images])
-        _check(_VIEWS, views, Settings.max_views)
+        count = sum([max(1, len(image.crops)) for image in self.images]) + len(self.vectors)
+        _check(_ALL_VIEWS if self.vectors else _VIEWS, count, Settings.max_views)
         if self.combine == "best":
             depth = (self.offset or 0) + (self.k or Settings.default_k)
-            _check("hits", views * depth * (self.group_size or 1), MAX_HITS)
+            _check("hits", count * depth * (self.group_size or 1), MAX_HITS)
+        images = [
+            view
+            for number, image in enumerate(self.images, 1)
+            for view in views_of(image.data, image.boxes, number)
+        ]
         return super().query(
-            views=tuple(
-                [
-                    view
-                    for number, image in enumerate(self.images, 1)
-                    for view in views_of(image.data, image.boxes, number)
-                ]
-            ),
+            views=(*images, *self.other_views()),
             positives=tuple(dict.fromkeys(self.positives)),
             negatives=tuple(dict.fromkeys(self.negatives)),
             gallery=self.gallery,
             best_view=self.combine == "best",
             **more,
         )
+
+    def other_views(self) -> list[VectorView]:
+        """The views that need no image."""
+        return [
+            VectorView(sent.vector, sent.weight, number)
+            for number, sent in enumerate(self.vectors, 1)
+        ]
 
 
 async def read_search(request: Request) -> Query:
@@ -581,7 +649,8 @@ def _batch_of_form(request: Request, body: bytes) -> list[Query | Exception]:
     _check("queries", len(images), Settings.max_batch_queries)
     search = _of_pairs(pairs, images[:1])
     shared, boxes = search.query(), search.images[0].boxes
-    queries = [replace(shared, views=views_of(data, boxes)) for data in images]
+    others = search.other_views()
+    queries = [replace(shared, views=(*views_of(data, boxes), *others)) for data in images]
     _check_amounts(queries)
     return list(queries)
 
@@ -633,21 +702,24 @@ def _form_name(location: Sequence[str | int]) -> str:
 
 
 def _not_empty(search: SearchRequest) -> SearchRequest:
-    """Raises: RequestValidationError for a search without an image or a positive."""
-    if not search.images and not search.positives:
+    """Raises: RequestValidationError for a search without an image, a vector or a positive."""
+    if not (search.images or search.vectors or search.positives):
         raise _empty_query()
     return search
 
 
 def _empty_query() -> RequestValidationError:
     return fault(
-        "image", "image and positives are missing; send at least one image, or the key of an item."
+        "image",
+        "image and positives are missing; send an image, a vector, or the key of an item.",
     )
 
 
 def _check_amounts(queries: Sequence[Query]) -> None:
     """Check the totals over all queries of a request. Raises: InvalidParameterError."""
-    _check(_VIEWS, sum(len(query.views) for query in queries), Settings.max_views)
+    views = [view for query in queries for view in query.views]
+    has_others = not all(isinstance(view, View) for view in views)
+    _check(_ALL_VIEWS if has_others else _VIEWS, len(views), Settings.max_views)
     hits = sum(query.k * (query.grouping.size if query.grouping else 1) for query in queries)
     _check("hits", hits, MAX_HITS)
 

@@ -28,6 +28,7 @@ from kinlens.service.api.galleries import (
 )
 from kinlens.service.api.images import original
 from kinlens.service.api.requests import SearchFields, SearchRequest, Strict
+from kinlens.service.encoding.model import View
 from kinlens.service.galleries.feedback import FeedbackStore, Question
 from kinlens.service.http.bodies import FORM, IMAGE, JSON, RAW
 from kinlens.service.http.openapi import body_docs, inlined, problems
@@ -50,6 +51,7 @@ _PNG = (  # red and blue, 8 x 8 px
     "SgAAioUCFJLJ2DgAAAAASUVORK5CYII="
 )
 _IMAGES = [{"data": _PNG}]
+_VECTOR = [0.5, 0.5, 0.5, 0.5]  # of a model with four numbers
 _REQUESTS = {
     "image": {"value": {"images": _IMAGES, "k": 5}},
     "crops": {"value": {"images": [{"data": _PNG, "crops": [[0, 0, 0.5, 1], [0.5, 0, 0.5, 1]]}]}},
@@ -62,6 +64,9 @@ _REQUESTS = {
             "group_size": 3,
         }
     },
+    "image and vector": {
+        "value": {"images": _IMAGES, "vectors": [{"vector": _VECTOR, "weight": 0.5}], "k": 5}
+    },
     "facets": {"value": {"images": _IMAGES, "min_score": 0.5, "facets": ["colour", "price"]}},
     "like and unlike": {
         "value": {"positives": ["shoes/0017.jpg"], "negatives": ["boots/0004.jpg"]}
@@ -72,6 +77,7 @@ _BATCHES = {
 }
 _FILE = {"type": "string", "format": "binary"}
 _FACETS = {"type": "string", "examples": ["colour,price"]}
+_VECTORS = {"type": "string", "examples": ['[{"vector": [0.6, 0.8], "weight": 0.5}]']}
 _CROP_TEXT = (
     "left,top,width,height as fractions of the upright image; or auto for the whole image and "
     "parts of it. Applies to each image."
@@ -96,6 +102,8 @@ def _text_fields(model: type[SearchFields]) -> dict[str, Any]:
         known = {} if default is None else {"default": default}
         texts[name.removesuffix("s")] = {**choice, **schema, **known}  # positives -> positive
     texts["facets"] = {**_FACETS, "description": texts.pop("facet")["description"]}
+    if vectors := texts.pop("vector", None):
+        texts["vectors"] = {**_VECTORS, "description": f"{vectors['description']} As JSON."}
     if texts.pop("image", None):
         crops = {"type": "array", "items": _CROP, "maxItems": Settings.max_crops}
         texts["crop"] = {**crops, "description": _CROP_TEXT}
@@ -363,7 +371,7 @@ def _answer_id(answer: Answer, feedback: FeedbackStore, like: str) -> str | None
     For several liked items without an image, it is about the first item.
     """
     views, image = answer.query.views, ""
-    if len(views) == 1 and views[0].box is None:
+    if len(views) == 1 and isinstance(views[0], View) and views[0].box is None:
         image = views[0].digest
     item = "" if views else like or next(iter(answer.query.positives), "")
     if not image and not item:

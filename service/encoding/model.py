@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import structlog
@@ -47,6 +47,18 @@ class View:
     digest: str
     box: Box | None = None
     number: int = 1
+
+    weight: ClassVar[float] = 1.0
+    """Its part in the mean of all views of a query."""
+
+    @property
+    def identity(self) -> str:
+        """Equal for equal views of queries."""
+        return f"{self.digest}:{self.box or ''}"
+
+    def described(self) -> dict[str, Any]:
+        """The view that found a hit, in an answer."""
+        return {"image": self.number, "crop": self.box}
 
 
 @dataclass(frozen=True, slots=True)

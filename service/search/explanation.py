@@ -1,5 +1,6 @@
 """Where a hit matches its query: how much each image region contributes to the score."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -16,9 +17,10 @@ from kinlens.embedder.errors import (
 from kinlens.embedder.explain import shares
 from kinlens.embedder.types import SHORT, Embeddings
 from kinlens.indexer.images import ANY_SIZE
-from kinlens.indexer.types import combined_query
+from kinlens.indexer.types import combined_query, weighted_mean
 from kinlens.models import ExplainAnswer, QueryShares
 from kinlens.service.concurrency import SearchThreads, within
+from kinlens.service.encoding.model import View
 from kinlens.service.galleries.registry import Served
 from kinlens.service.search.pipeline import CancelToken
 from kinlens.service.search.query import Query
@@ -44,7 +46,7 @@ async def explain(
             "map, which explanations need. Export it with kinlens-train export --map, and rebuild "
             "the gallery with that bundle."
         )
-    if not query.views:
+    if not query.images:
         raise InvalidParameterError(
             "image is missing. Send the query image; to explain a similar-items search, send the "
             "image of that item."
@@ -69,16 +71,19 @@ def _explained(
     parts = embedder.maps(_decoded(served, image)[np.newaxis])[0]  # (D, h, w)
     hit = parts.sum(axis=(1, 2))
     liked, grids = [], []
-    for view in query.views:  # one at a time, since a map is large
+    for view in query.images:  # one at a time, since a map is large
         cancel_token.check()
         of_view = embedder.maps(served.model.decode(view)[np.newaxis])[0]
         liked.append(of_view.sum(axis=(1, 2)))
         grids.append(shares(of_view, hit))
     keys = [*query.positives, *query.negatives]
     stored = [entry.vector for entry in gallery.entries(keys)] if keys else []
-    liked += stored[: len(query.positives)]
+    others = [view for view in query.views if not isinstance(view, View)]
+    liked += [*(view.vector(served.model) for view in others), *stored[: len(query.positives)]]
+    weights = [1.0] * len(liked)
+    weights[len(grids) : len(grids) + len(others)] = [view.weight for view in others]
     disliked = np.asarray(stored[len(query.positives) :], dtype=np.float32)
-    vector, weight = _combined(np.stack(liked), disliked)
+    vector, weight = _combined(np.stack(liked), disliked, weights)
     score = float(vector @ hit)
     grids = [grid * np.float32(weight) for grid in grids]
     return ExplainAnswer(
@@ -87,22 +92,24 @@ def _explained(
         gallery_version=gallery.version,
         key=key,
         score=score,
-        rest=score - float(sum(grid.sum() for grid in grids)) if keys else 0.0,
+        rest=score - float(sum(grid.sum() for grid in grids)) if keys or others else 0.0,
         square=embedder.preprocessing.crop_px / embedder.preprocessing.resize_px,
         hit=shares(parts, vector).tolist(),
         query=[
             QueryShares(image=view.number, crop=view.box, shares=grid.tolist())
-            for view, grid in zip(query.views, grids, strict=True)
+            for view, grid in zip(query.images, grids, strict=True)
         ],
     )
 
 
-def _combined(liked: Embeddings, disliked: Embeddings) -> tuple[NDArray[np.float32], float]:
-    """The vector of a query, and the weight of each liked vector in it."""
-    vector = combined_query(liked, disliked)
-    means = [liked.mean(axis=0), *([disliked.mean(axis=0)] if len(disliked) else [])]
-    weights = np.linalg.lstsq(np.stack(means, axis=1), vector, rcond=None)[0]
-    return vector, float(weights[0]) / len(liked)
+def _combined(
+    liked: Embeddings, disliked: Embeddings, weights: Sequence[float]
+) -> tuple[NDArray[np.float32], float]:
+    """The vector of a query, and the part of a liked vector of weight 1 in it."""
+    vector = combined_query(liked, disliked, weights)
+    means = [weighted_mean(liked, weights), *([disliked.mean(axis=0)] if len(disliked) else [])]
+    parts = np.linalg.lstsq(np.stack(means, axis=1), vector, rcond=None)[0]
+    return vector, float(parts[0]) / float(np.abs(weights).sum())
 
 
 def _decoded(served: Served, image: bytes) -> NDArray[np.uint8]:

@@ -12,7 +12,7 @@ import hashlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -40,6 +40,7 @@ from kinlens.quality.calibration import Calibrated, Shares, choose
 from kinlens.service.concurrency import DaemonThreads, SearchThreads, too_late, within
 from kinlens.service.encoding.cache import Cache, Lookup, answer_key
 from kinlens.service.encoding.model import Stages, View
+from kinlens.service.encoding.vectors import VectorView
 from kinlens.service.encoding.workers import Vector
 from kinlens.service.galleries.locations import Gallery
 from kinlens.service.galleries.registry import FILTERED, Registry, Served
@@ -239,7 +240,7 @@ class Pipeline:
     def _cached(
         self, served: Served, query: Query, key: str, version: str
     ) -> tuple[bytes | None, list[Vector | None]]:
-        """The cached results, and the cached vector of each view; None for what is not cached."""
+        """The cached results, and the cached vector of each image; None for what is not cached."""
         started = time.perf_counter()
 
         def current(payload: bytes) -> bytes:
@@ -247,7 +248,7 @@ class Pipeline:
                 raise ValueError("the answer is about another version of the gallery")
             return payload[_VERSION_BYTES:]
 
-        lookups = [served.model.lookup(view) for view in query.views]
+        lookups = [served.model.lookup(view) for view in query.images]
         if served.is_remote:  # no reliable version number, so answers are not cached
             vectors = self._cache.get_all(lookups)
             self._metrics.observe_stage("cache", time.perf_counter() - started)
@@ -267,18 +268,21 @@ class Pipeline:
         cached: Sequence[Vector | None],
         cancel_token: CancelToken,
     ) -> tuple[list[Vector], Stages]:
-        """The vector of every view; views without a cached vector are decoded and embedded
+        """The vector of every view; images without a cached vector are decoded and embedded
         together.
         """
-        missing = [view for view, vector in zip(query.views, cached, strict=True) if vector is None]
-        if not missing:
-            return [vector for vector in cached if vector is not None], Stages()
-        has_several = len({view.digest for view in query.views}) > 1
-        computed, stages = served.model.compute(
-            missing, cancel_token.check, is_numbered=has_several
-        )
-        new = iter(computed)
-        return [next(new) if vector is None else vector for vector in cached], stages
+        model, images, stages = served.model, query.images, Stages()
+        others = iter([view.vector(model) for view in query.views if not isinstance(view, View)])
+        missing = [view for view, vector in zip(images, cached, strict=True) if vector is None]
+        new: Iterator[Vector] = iter(())
+        if missing:
+            has_several = len({view.digest for view in images}) > 1
+            computed, stages = model.compute(missing, cancel_token.check, is_numbered=has_several)
+            new = iter(computed)
+        embedded = iter([next(new) if vector is None else vector for vector in cached])
+        return [
+            next(embedded if isinstance(view, View) else others) for view in query.views
+        ], stages
 
     def _observe(self, stages: Stages) -> None:
         for stage in ("decode", "embed", "search", "total"):
@@ -369,7 +373,7 @@ def _grouped_by(query: Query) -> str:
 
 def _search(
     gallery: Gallery, query: Query, targets: Embeddings, k: int, options: SearchOptions
-) -> tuple[list[Hit], list[Group] | None, Mapping[ItemId, View] | None]:
+) -> tuple[list[Hit], list[Group] | None, Mapping[ItemId, View | VectorView] | None]:
     """Hits or groups, and for `best_view` the view that found each."""
     if query.best_view:
         return _search_views(gallery, query, targets, k, options)
@@ -382,7 +386,7 @@ def _search(
 
 def _search_views(
     gallery: Gallery, query: Query, targets: Embeddings, k: int, options: SearchOptions
-) -> tuple[list[Hit], list[Group] | None, Mapping[ItemId, View]]:
+) -> tuple[list[Hit], list[Group] | None, Mapping[ItemId, View | VectorView]]:
     """Search with each view separately."""
     grouping, views = query.grouping, query.views
     if grouping is None:
@@ -408,7 +412,8 @@ def _targets(
         served.check_generation(query.generation)
         positives = (gallery.item(query.like).key, *positives)
     keys = [*positives, *query.negatives]
-    if not keys and len(vectors) == 1:
+    weights = [view.weight for view in query.views]
+    if not keys and weights == [1.0]:
         return np.ascontiguousarray(vectors[0][np.newaxis]), frozenset(), []
     stored = [entry.vector for entry in gallery.entries(keys)] if keys else []
     liked = np.stack([*vectors, *stored[: len(positives)]])
@@ -416,7 +421,8 @@ def _targets(
     items = gallery.stored(keys) if keys else {}
     exclude = frozenset(item.id for item in items.values())
     liked_items = [items[key] for key in positives if key in items]
-    return combined_query(liked, disliked)[np.newaxis], exclude, liked_items
+    target = combined_query(liked, disliked, weights + [1.0] * len(positives))
+    return target[np.newaxis], exclude, liked_items
 
 
 def _prior_of(gallery: IndexedGallery, product: str, liked: Sequence[Item], prior: float) -> float:

@@ -23,6 +23,7 @@ from kinlens.indexer.types import Boost, Facet, Group, Grouping, SearchOptions, 
 from kinlens.quality.calibration import Shares
 from kinlens.service.access.links import link_parts
 from kinlens.service.encoding.model import Stages, View
+from kinlens.service.encoding.vectors import VectorView
 from kinlens.service.galleries.view import GalleryView
 
 _HITS_OF_A_UNIT = 1_000
@@ -35,7 +36,7 @@ Distinct = bool | Literal["near"]
 class Query:
     """The parameters of a search; without `gallery` it runs in the default one.
 
-    views: the images or crops to search for, each with its own vector.
+    views: the images, crops and vectors to search for, each with its own vector.
     positives, negatives: keys of items. The query vector moves towards the positives and away from
         the negatives; the results contain none of them.
     like: the id of one more positive item, in `generation` if that is given.
@@ -47,7 +48,7 @@ class Query:
     distinct: of items with equal content return only the best; "near": also of near-duplicates.
     """
 
-    views: tuple[View, ...] = ()
+    views: tuple[View | VectorView, ...] = ()
     positives: tuple[str, ...] = ()
     negatives: tuple[str, ...] = ()
     like: ItemId | None = None
@@ -68,6 +69,11 @@ class Query:
     sort_by: SortBy | None = None
 
     @property
+    def images(self) -> list[View]:
+        """The views that need an image to be embedded."""
+        return [view for view in self.views if isinstance(view, View)]
+
+    @property
     def units(self) -> int:
         """Its cost for the rate limit: one unit for each view, and one more for every further 1,000
         hits that each search has to find.
@@ -79,7 +85,7 @@ class Query:
     @cached_property
     def digest(self) -> str:
         """sha256 (hex) of everything but the gallery: equal queries have equal digests."""
-        views = [(view.digest, view.box or ()) for view in self.views]
+        views = [(view.identity, float(view.weight) + 0.0) for view in self.views]
         grouping = self.grouping
         parts = (
             # With `best_view` the answer names the view of each hit. A mean needs no order.
@@ -140,7 +146,7 @@ class Found:
     vector: NDArray[np.float32]
     options: SearchOptions
     ranked: Sequence[Hit] | None
-    views: Mapping[ItemId, View] | None
+    views: Mapping[ItemId, View | VectorView] | None
     shares: Shares | None = None
     none: float | None = None
     match: bool = False
@@ -176,9 +182,9 @@ class Found:
         groups = None if self.groups is None else [grouped(group) for group in self.groups]
         if views is not None:
             for row, hit in zip(hits, self.hits, strict=True):
-                row["view"] = _named(views[hit.id])
+                row["view"] = views[hit.id].described()
             for row, group in zip(groups or [], self.groups or [], strict=True):
-                row["view"] = _named(views[group.hits[0].id])
+                row["view"] = views[group.hits[0].id].described()
         results: dict[str, Any] = {
             "count": len(hits if groups is None else groups),
             "match": self.match,
@@ -195,10 +201,6 @@ def _floored(value: float, digits: int) -> float:
     """Round down, so probabilities sum to at most 1 and a hit passes its score as `min_score`."""
     scale = 10.0**digits
     return floor(value * scale + 1e-6) / scale
-
-
-def _named(view: View) -> dict[str, Any]:
-    return {"image": view.number, "crop": view.box}
 
 
 def nearness(distinct: Distinct, gallery: VectorStore | GalleryView) -> float | None:

@@ -538,6 +538,9 @@ def test_large_images_are_read_and_sent_a_few_at_a_time(ask) -> None:
         (lambda c: c.search(b"x", crops=[1]), errors.ArgumentError),
         (lambda c: c.search(b"x", crops="all"), errors.ArgumentError),
         (lambda c: c.search(positives="k"), errors.ArgumentError),
+        (lambda c: c.search(vectors=[[0.6, 0.8]]), errors.ArgumentError),
+        (lambda c: c.search(vectors=[{"vector": ["a"]}]), errors.ArgumentError),
+        (lambda c: c.search(vectors=[{"vector": [1e300]}]), errors.ArgumentError),
     ],
 )
 def test_what_cannot_be_sent_is_a_client_error(call, expected, ask) -> None:

@@ -84,4 +84,5 @@ def test_every_example_of_a_search_request_is_answered(document, running_service
                 continue  # the gallery of this service has no attributes
             response = running_service.client.post(path, json=shown["value"])
             expected = 404 if "positives" in shown["value"] else 200  # keys of another shop
+            expected = 422 if "vectors" in shown["value"] else expected  # of another model
             assert response.status_code == expected, response.text

@@ -81,6 +81,21 @@ def test_crops_likes_and_dislikes_share_the_score(client, photos) -> None:
     assert abs(found.rest) > 0.01
 
 
+def test_a_vector_of_the_query_is_a_part_of_the_rest(client, photos) -> None:
+    embedder = FakeEmbedder(dim=256, size_px=SIDE)
+    [vector] = embedder.embed(embedder.preprocess(photos["2.png"])[None])
+    for weight in (1.0, 0.5, -0.5):
+        asked: dict[str, Any] = {"vectors": [{"vector": vector, "weight": weight}]}
+        hits = client.search(photos["1.png"], gallery="shop", **asked).hits
+        for hit in hits:
+            found = client.explain("shop", hit.id, photos["1.png"], **asked)
+            assert found.score == pytest.approx(hit.score, abs=1e-3)
+            of_image = float(np.sum(found.query[0].shares))
+            assert of_image + found.rest == pytest.approx(found.score, abs=1e-5)
+            [item] = embedder.embed(embedder.preprocess(photos[hit.key])[None])
+            assert np.sign(found.rest) == np.sign(weight * float(vector @ item))
+
+
 def part(shares: list[list[float]], half: slice) -> float:
     grid: NDArray[np.float64] = np.array(shares)
     return float(grid[:, half].sum() / grid.sum())

@@ -245,6 +245,9 @@ def test_distinct_counts_equal_contents_once(tmp_path, closes) -> None:
     assert "twin.png" not in keys(found(shop.running, photo(3), k=COUNT + 1, distinct=True))
 
 
+VECTOR = [0.6, 0.8, *[0.0] * 30]
+
+
 def test_every_parameter_is_part_of_the_cache_key(market) -> None:
     image = {"data": text_of(encoded(render(77)))}
     variants: list[dict[str, Any]] = [
@@ -261,6 +264,9 @@ def test_every_parameter_is_part_of_the_cache_key(market) -> None:
         {"positives": ["001.png"]},
         {"positives": ["001.png", "002.png"]},
         {"positives": ["001.png"], "negatives": ["002.png"]},
+        {"vectors": [{"vector": VECTOR}]},
+        {"vectors": [{"vector": VECTOR, "weight": 0.5}]},
+        {"vectors": [{"vector": [-number for number in VECTOR]}]},
         {"distinct": True},
         {"distinct": "near"},
         {"exact": True},

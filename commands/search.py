@@ -36,7 +36,6 @@ from kinlens.indexer.types import (
     VectorStore,
     best_of_views,
     boost_of,
-    combined_query,
     sort_by_of,
 )
 from kinlens.quality.calibration import DEFAULT_PRIOR, Calibrated, Shares, choose
@@ -179,7 +178,8 @@ def search(
     expected = None if embedder is None else embedder.bundle_id
     with stores.opened(gallery, bundle_id=expected, device=index_device or "cpu") as store:
         if like:
-            queries, wanted = _like(store, like, unlike or [], wanted)
+            queries, chosen = store.query_like(like, unlike or [])
+            wanted = replace(wanted, exclude=chosen)
         elif image and embedder:
             embedder = fitted(store, embedder)
             queries = embedder.embed(read_pixels(image, embedder, boxes)[1])
@@ -282,16 +282,6 @@ def _boxes(crop: str | None) -> list[Box | None]:
             "image, such as 0.1,0.2,0.5,0.5."
         ) from error
     return [check_box(sides)]
-
-
-def _like(
-    store: VectorStore, like: Sequence[str], unlike: Sequence[str], wanted: SearchOptions
-) -> tuple[Embeddings, SearchOptions]:
-    """The query for items like some and unlike others, and the options that exclude these."""
-    liked, disliked = (np.array([e.vector for e in store.entries(keys)]) for keys in (like, unlike))
-    known = store.stored([*like, *unlike]).values()
-    others = replace(wanted, exclude=frozenset(item.id for item in known))
-    return combined_query(liked, disliked)[None], others
 
 
 def _best(

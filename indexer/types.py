@@ -511,6 +511,22 @@ class VectorStore(Protocol):
 
         Raises: ItemNotFoundError, InvalidParameterError.
         """
+        options = options or SearchOptions()
+        query, chosen = self.query_like(liked, disliked)
+        [hits] = self.search(query, k, replace(options, exclude=options.exclude | chosen))
+        return hits
+
+    def query_like(
+        self, liked: Sequence[str], disliked: Sequence[str]
+    ) -> tuple[Embeddings, frozenset[ItemId]]:
+        """The query (1, D) of `search_like`, and the ids of the liked and disliked items.
+
+        Raises: ItemNotFoundError, InvalidParameterError.
+        """
+        keys = [*liked, *disliked]
+        vectors = np.array([entry.vector for entry in self.entries(keys)])
+        query = combined_query(vectors[: len(liked)], vectors[len(liked) :])
+        return query[np.newaxis], frozenset(item.id for item in self.stored(keys).values())
 
     def facets(
         self,

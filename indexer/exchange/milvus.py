@@ -69,7 +69,6 @@ from kinlens.indexer.live.ranking import (
     best_groups,
     best_hits,
     check_counting,
-    check_options,
     check_search,
 )
 from kinlens.indexer.live.reader import MAX_SORTED, check_sorted
@@ -88,7 +87,6 @@ from kinlens.indexer.types import (
     SortBy,
     VectorStore,
     Written,
-    combined_query,
     no_item,
     unobserved,
 )
@@ -388,23 +386,6 @@ class MilvusStore(VectorStore):
         reorder = _reorder(now, k, options)
         vectors_of = partial(_vectors, now)
         return best_groups(groups, len(queries), k, grouping, options, vectors_of, reorder)
-
-    def search_like(
-        self,
-        liked: Sequence[str],
-        disliked: Sequence[str],
-        k: int,
-        options: SearchOptions | None = None,
-    ) -> list[Hit]:
-        options = options or SearchOptions()
-        check_options(k, options)
-        now = self._now()
-        rows = now.known([*liked, *disliked], ["key", "number", "vector"])
-        vectors = np.array([row["vector"] for row in rows], np.float32)
-        query = combined_query(vectors[: len(liked)], vectors[len(liked) :])
-        numbers = {int(row["number"]) for row in rows}
-        [hits] = self.search(query[None], k, replace(options, exclude=options.exclude | numbers))
-        return hits
 
     def facets(
         self,

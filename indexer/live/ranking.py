@@ -393,7 +393,7 @@ def check_search(k: int, options: SearchOptions, dim: int, queries: Embeddings) 
 
     Raises: InvalidParameterError for queries or options out of range.
     """
-    check_options(k, options)
+    _check_options(k, options)
     if _is_one_unit(queries, dim):
         return queries
     checked = _numbers(queries, dim)
@@ -414,7 +414,7 @@ def check_search(k: int, options: SearchOptions, dim: int, queries: Embeddings) 
 
 def check_counting(options: SearchOptions, dim: int, query: Embeddings | None) -> Embeddings | None:
     """Check what facets count, and return the query. Raises: InvalidParameterError."""
-    check_options(1, options)
+    _check_options(1, options)
     if options.min_score is not None and (query is None or not len(query)):
         raise InvalidParameterError(
             f"Facets with min_score need a query. Give an array of shape (Q, {dim})."
@@ -422,7 +422,7 @@ def check_counting(options: SearchOptions, dim: int, query: Embeddings | None) -
     return None if query is None else check_search(1, options, dim, query)
 
 
-def check_options(k: int, options: SearchOptions) -> None:
+def _check_options(k: int, options: SearchOptions) -> None:
     """Check the options of a search. Raises: InvalidParameterError if one is out of range."""
     check_at_least("k", k, 1)
     check_at_least("offset", options.offset, 0)

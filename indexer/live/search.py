@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -25,7 +24,6 @@ from kinlens.indexer.live.ranking import (
     best_groups,
     best_hits,
     check_counting,
-    check_options,
     check_search,
 )
 from kinlens.indexer.live.rerank import reorder_of
@@ -38,7 +36,6 @@ from kinlens.indexer.types import (
     Scores,
     SearchOptions,
     VectorStore,
-    combined_query,
     no_checkpoint,
     no_key,
 )
@@ -102,23 +99,6 @@ class Searcher(VectorStore):
             reorder = self._reorder(now, k, options)
             vectors_of = partial(_vectors, now.snapshot)
             return best_groups(source, len(queries), k, grouping, options, vectors_of, reorder)
-
-    def search_like(
-        self,
-        liked: Sequence[str],
-        disliked: Sequence[str],
-        k: int,
-        options: SearchOptions | None = None,
-    ) -> list[Hit]:
-        options = options or _DEFAULTS
-        check_options(k, options)
-        with self._snapshots.reading() as now:
-            chosen = ids_of_keys(now.view, [*liked, *disliked])
-            vectors = now.view.vectors(chosen)
-            query = combined_query(vectors[: len(liked)], vectors[len(liked) :])
-            others = replace(options, exclude=options.exclude | set(chosen))
-            [hits] = self._hits(now, query[np.newaxis], k, others)
-            return hits
 
     def facets(
         self,

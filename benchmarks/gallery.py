@@ -26,7 +26,17 @@ from pathlib import Path
 import faiss
 import numpy as np
 from clustered import clustered_batches, clustered_queries
-from harness import columns, count_of, fresh, in_turns, made_gallery, options, ratio, timed_ms
+from harness import (
+    columns,
+    count_of,
+    fresh,
+    in_turns,
+    made_gallery,
+    options,
+    ratio,
+    recall_at,
+    timed_ms,
+)
 
 from kinlens.embedder.machine import core_count
 from kinlens.embedder.types import Embeddings
@@ -36,7 +46,6 @@ from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.index.index_types import INDEX_TYPES
 from kinlens.indexer.index.plan import IndexSettings
 from kinlens.indexer.index.segment import INDEX, SEGMENTS, read_segment_manifest
-from kinlens.indexer.index.tune import recall_at
 from kinlens.indexer.types import Ids, SearchOptions
 
 K, BATCH, RECALL = 10, 256, 0.98

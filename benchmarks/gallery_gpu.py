@@ -13,7 +13,7 @@ from functools import partial
 
 import numpy as np
 from clustered import clustered_batches, clustered_queries
-from harness import heading, options, row, skip, timed_ms
+from harness import heading, options, recall_at, row, skip, timed_ms
 
 from kinlens.embedder.errors import PlanError
 from kinlens.embedder.types import Embeddings
@@ -21,7 +21,7 @@ from kinlens.indexer.index.faiss import SegmentIndex
 from kinlens.indexer.index.gpu import gpu_memory, why_no_gpu
 from kinlens.indexer.index.index_types import Effort
 from kinlens.indexer.index.plan import IndexSettings, plan_index
-from kinlens.indexer.index.tune import recall_at, tune
+from kinlens.indexer.index.tune import tune
 from kinlens.indexer.types import Ids
 
 BATCHES = (1, 32, 1024)

@@ -30,7 +30,7 @@ from PIL import Image
 from kinlens.embedder.types import Embeddings
 from kinlens.indexer.index.plan import IndexSettings
 from kinlens.indexer.ingest.build import import_gallery
-from kinlens.indexer.types import AttributeValue, Entry, GalleryExport, VectorType
+from kinlens.indexer.types import AttributeValue, Entry, GalleryExport, Ids, VectorType
 
 BIN = Path(sys.executable).parent
 SKIPPED = 77
@@ -70,6 +70,14 @@ def options(doc: str | None, *positional: str, **defaults: Any) -> argparse.Name
 def count_of(size: str) -> int:
     """10k is 10,000."""
     return int(size.rstrip("km")) * {"k": 1000, "m": 1_000_000}.get(size[-1], 1)
+
+
+def recall_at(found: Ids, truth: Ids) -> float:
+    """Share of the true neighbours (Q, k) that are among those found (Q, any width)."""
+    if not truth.size:
+        return 1.0
+    hits = sum(len(np.intersect1d(*rows)) for rows in zip(found, truth, strict=True))
+    return hits / truth.size
 
 
 def skip(reason: str) -> NoReturn:

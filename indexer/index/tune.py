@@ -12,7 +12,7 @@ from kinlens.embedder.types import Embeddings
 from kinlens.indexer.bits import Bits
 from kinlens.indexer.index.faiss import SegmentIndex
 from kinlens.indexer.index.index_types import INDEX_TYPES, TUNED_AT, Effort
-from kinlens.indexer.types import SAME_SCORE, Ids
+from kinlens.indexer.types import SAME_SCORE
 
 _SCAN_QUERIES = 100
 _FASTER = 0.9  # a higher k_factor is kept only if the time drops below this share
@@ -30,14 +30,6 @@ class Tuned:
     def reaches(self, target: float) -> bool:
         """Whether the recall is two standard errors above the target, or halfway to 1."""
         return self.recall >= min(target + 2 * self.error, (1 + target) / 2)
-
-
-def recall_at(found: Ids, truth: Ids) -> float:
-    """Share of the true neighbours (Q, k) that are among those found (Q, any width)."""
-    if not truth.size:
-        return 1.0
-    hits = sum(len(np.intersect1d(*rows)) for rows in zip(found, truth, strict=True))
-    return hits / truth.size
 
 
 def measuring(

@@ -2,8 +2,10 @@
 
     python benchmarks/copies.py --sizes 120k --share 0.5
     python benchmarks/copies.py --sizes 1m --share 0.05 --index ivf-pq
+    python benchmarks/copies.py --sizes 20k --share 0.5 --index hnsw --resaved
 
-A share of the items has the same image. Queries are usual ones (benchmarks/clustered.py) or close
+A share of the items has the same image; with --resaved, in a file of its own each, with equal
+pixels and so an equal vector. Queries are usual ones (benchmarks/clustered.py) or close
 to that image, in turns. Each kind of search is compared with its usual query, and with a usual
 query without options. At last, what hiding a removed item costs in 10 million of which a share are
 pairs of copies, without searches.
@@ -36,13 +38,15 @@ BRANDS = 500
 
 
 def main() -> None:
-    args = options(__doc__, sizes=["120k"], dim=128, share=0.5, rounds=30, index="auto")
+    args = options(
+        __doc__, sizes=["120k"], dim=128, share=0.5, rounds=30, index="auto", resaved=False
+    )
     for size in args.sizes:
         n = count_of(size)
         with tempfile.TemporaryDirectory(prefix="copies-benchmark-") as name:
             path = Path(name, "gallery")
             facts = {"name": "g", "bundle_id": "b" * 64}
-            entries = partial(items, n, args.dim, args.share)
+            entries = partial(items, n, args.dim, args.share, args.resaved)
             dump = GalleryExport(facts, args.dim, n, entries)
             import_gallery(dump, path, settings=IndexSettings(args.index))
             with contextlib.closing(Gallery.open(path)) as gallery:
@@ -82,14 +86,14 @@ def head(title: str) -> None:
     heading(title, "usual, ms", "close, ms", "close / usual", "close / usual plain search")
 
 
-def items(n: int, dim: int, share: float, start: int = 0) -> Iterator[Entry]:
-    """Items with keys from `start` on."""
+def items(n: int, dim: int, share: float, resaved: bool, start: int = 0) -> Iterator[Entry]:
+    """Items with keys from `start` on. Those of the shared image have one file, or one each."""
     shared = placeholder(n, dim)
     rng = np.random.default_rng(start)
     vectors = itertools.chain.from_iterable(clustered_batches(n, dim))
     for number, vector in enumerate(vectors, start):
         is_shared = rng.random() < share
-        image = 0 if is_shared else 1 + number
+        image = 0 if is_shared and not resaved else 1 + number
         found = shared if is_shared else vector
         yield Entry(f"{number:09d}", found, f"{image:064x}", {"brand": f"brand {number % BRANDS}"})
 

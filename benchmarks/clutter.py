@@ -46,9 +46,12 @@ from harness import (
 )
 from PIL import Image
 
-from kinlens.embedder.preprocess import WHOLE, Box, preprocess_parts
+from kinlens.embedder.bundle import Bundle
+from kinlens.embedder.preprocess import WHOLE, Box, ImageParts, decode
 from kinlens.embedder.session import OnnxEmbedder
 from kinlens.embedder.types import Embeddings
+from kinlens.embedder.views.boxes import Detector, Network
+from kinlens.training.bundles.boxes import Given, describe_detector
 from kinlens.training.config.job import load_job
 from kinlens.training.data.load import load_split
 
@@ -56,6 +59,7 @@ Photos = dict[str, list[Path]]
 """Photos by product."""
 
 BACKGROUND_PX, SHARE = 480, (0.35, 0.54)
+BOXES = (1, 2, 4, 5, 8)  # the best of them; a service searches with four
 MOST = 8  # photos of a product in the gallery
 WIDTHS_PX, PHOTOS, ITEMS = (480, 3024), 10, 10_000  # of the cost
 LAYOUTS = {
@@ -85,7 +89,7 @@ def main() -> None:
             cost(bundle, Path(name), cars, groceries, args.rounds)
             return
         embedder = OnnxEmbedder.open(bundle)
-    detector = None if args.detector is None else Detector(args.detector)
+        detector = _detector(args.detector, embedder.bundle)
     found: dict[str, Any] = {}
     for name, products, others in (("cars", cars, groceries), ("groceries", groceries, cars)):
         found[name] = contest(embedder, detector, products, others, args.queries)
@@ -107,12 +111,20 @@ def _trunk(shared: Path, out: Path) -> Path:
     return out
 
 
+def _detector(file: Path | None, bundle: Bundle) -> Detector | None:
+    """The detector in `file`, or that of the bundle, as `kinlens-train attach` describes it."""
+    if file is None:
+        return Detector.open(bundle)
+    block, _ = describe_detector(file, bundle.golden_images(), Given())
+    return Detector(Network(file), block)
+
+
 def _cell(figures: dict[str, float]) -> str:
     return f"{figures['r1']:.1f} ({figures['low']:.1f} to {figures['high']:.1f})"
 
 
 def contest(
-    embedder: OnnxEmbedder, detector: "Detector | None", products: Photos, others: Photos, n: int
+    embedder: OnnxEmbedder, detector: Detector | None, products: Photos, others: Photos, n: int
 ) -> dict[str, dict[str, float]]:
     """R@1 in percent with its interval, and the mean number of vectors, of each method."""
     rng = np.random.default_rng(0)
@@ -138,8 +150,8 @@ def contest(
         methods: dict[str, list[Box]] = {"true box": [truth]}
         methods |= {f"windows: {method}": windows(sizes) for method, sizes in LAYOUTS.items()}
         if detector is not None:
-            boxes = detector.boxes(scene)
-            methods |= {f"boxes: {most}": [WHOLE, *boxes[:most]] for most in (1, 3, 5)}
+            boxes = [one.box for one in detector.find(decode(scene))]
+            methods |= {f"boxes: {most}": [WHOLE, *boxes[:most]] for most in BOXES}
         ask("alone", name, _embedded(embedder, photo.read_bytes()))
         every = list(dict.fromkeys(itertools.chain.from_iterable(methods.values())))
         found = dict(zip(every, _embedded(embedder, scene, every), strict=True))
@@ -210,45 +222,8 @@ def composite(
     return out.getvalue(), (float(box[0]), float(box[1]), float(box[2]), float(box[3]))
 
 
-class Detector:
-    """A detector whose input is a square of 512 px; boxes are shares of the square."""
-
-    def __init__(self, path: Path) -> None:
-        import onnxruntime
-
-        self.session = onnxruntime.InferenceSession(path)
-
-    def boxes(self, data: bytes) -> list[Box]:
-        """The best boxes, near copies dropped, with a margin."""
-        with Image.open(io.BytesIO(data)) as image:
-            side = max(image.size)
-            square = Image.new("RGB", (side, side))
-            square.paste(image.convert("RGB"), (0, 0))
-            size = np.array([*image.size, *image.size]) / side
-        small = np.asarray(square.resize((512, 512), Image.Resampling.BILINEAR), np.float32)
-        boxes, scores, _ = self.session.run(None, {"images": small.transpose(2, 0, 1)[None]})
-        corners = np.clip(boxes[0] / size, 0, 1)
-        kept: list[np.ndarray[Any, Any]] = []
-        for corner, score in zip(corners, scores[0], strict=True):
-            area = np.prod(corner[2:] - corner[:2])
-            if score >= 0.1 and area > 0.005 and all(_overlap(corner, k) < 0.6 for k in kept):
-                kept.append(corner)
-        found = []
-        for corner in kept:
-            margin = 0.05 * (corner[2:] - corner[:2])
-            low, high = np.clip(corner[:2] - margin, 0, 1), np.clip(corner[2:] + margin, 0, 1)
-            found.append((*low.tolist(), *(high - low).tolist()))
-        return found
-
-
-def _overlap(a: Any, b: Any) -> float:
-    low, high = np.maximum(a[:2], b[:2]), np.minimum(a[2:], b[2:])
-    both = np.prod(np.clip(high - low, 0, None))
-    return float(both / (np.prod(a[2:] - a[:2]) + np.prod(b[2:] - b[:2]) - both))
-
-
 def _embedded(embedder: OnnxEmbedder, data: bytes, boxes: Sequence[Box | None] = (None,)) -> Any:
-    return embedder.embed(preprocess_parts(data, embedder.preprocessing, boxes))
+    return embedder.embed(ImageParts(data).pixels(boxes, embedder.preprocessing))
 
 
 def _interval(right: Any, groups: Any) -> dict[str, float]:

@@ -22,9 +22,10 @@ from kinlens.commands.options import (
 from kinlens.embedder import explain as where
 from kinlens.embedder.calibration import CANDIDATES
 from kinlens.embedder.errors import ItemNotFoundError, SourceError
-from kinlens.embedder.preprocess import Box, check_box, decode, windows
+from kinlens.embedder.preprocess import Box, check_box, decode
 from kinlens.embedder.session import fitted, read_pixels
 from kinlens.embedder.types import Embeddings, Hit
+from kinlens.embedder.views.windows import windows
 from kinlens.indexer.filters.text import parse_filter
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.images import ANY_SIZE

@@ -4,6 +4,7 @@ bundle/
   model.onnx          uint8 (N, 3, S, S) -> float32 (N, D), unit norm
   model.int8.onnx     optional files of the network in other precisions: int8, fp16
   model.map.onnx      optional map: float32 (N, D, h, w), whose sum over h, w is the vector
+  boxes.onnx          optional detector, attached later: an image -> boxes of its objects
   seen.npy            optional hashes of the classes and images that the model was trained on
   manifest.json       BundleManifest with the bundle_id
   golden/             encoded images, their preprocessed tensors, their vectors in each precision
@@ -23,6 +24,7 @@ from kinlens.embedder.durable import rename, staged, sync_tree
 from kinlens.embedder.errors import BundleCorruptError, BundleError, BundleNotFoundError
 from kinlens.embedder.manifest import (
     FP32,
+    BoxesFile,
     BundleManifest,
     Engine,
     GoldenHashes,
@@ -36,6 +38,7 @@ from kinlens.embedder.types import Embeddings, Images
 
 MODEL = "model.onnx"
 MAP = "model.map.onnx"
+BOXES = "boxes.onnx"
 MANIFEST = "manifest.json"
 SEEN = "seen.npy"
 WEIGHTS = "weights.safetensors"
@@ -49,6 +52,7 @@ class Bundle:
     """A bundle whose hashes `open` has verified.
 
     Attributes:
+        bundle_id: the `vectors_id` of the manifest, which attached files do not change.
         model_path: the ONNX file in fp32, which also serves bf16.
         precisions: those with an ONNX file, fp32 first.
     """
@@ -56,7 +60,7 @@ class Bundle:
     def __init__(self, path: Path, manifest: BundleManifest) -> None:
         self.path = path
         self.manifest = manifest
-        self.bundle_id = manifest.bundle_id
+        self.bundle_id = manifest.vectors_id
         self.model_path = path / MODEL
         self.precisions: tuple[Precision, ...] = ("fp32", *manifest.variants)
 
@@ -150,14 +154,15 @@ class Bundle:
 
     def _verify(self) -> None:
         manifest = self.manifest
-        if manifest.computed_id() != manifest.bundle_id:
+        named = manifest.with_id()
+        if (named.bundle_id, named.base_id) != (manifest.bundle_id, manifest.base_id):
             raise BundleCorruptError(
                 f"{self.path / MANIFEST} does not match its bundle_id {manifest.bundle_id[:12]}: "
                 "it was edited after the export. Export the bundle again."
             )
         expected = {MODEL: manifest.model_sha256}
-        if manifest.map is not None:
-            expected[MAP] = manifest.map.sha256
+        optional = {MAP: manifest.map, BOXES: manifest.boxes}
+        expected |= {name: block.sha256 for name, block in optional.items() if block is not None}
         if manifest.seen_sha256 is not None:
             expected[SEEN] = manifest.seen_sha256
         for precision, variant in manifest.variants.items():
@@ -229,12 +234,35 @@ def write_bundle(
             np.save(golden / _vectors_name(mode), vectors)
         if seen is not None:
             np.save(stage / SEEN, seen.hashes)
-        page = _stamped(manifest, stage).model_dump(mode="json")
-        text = json.dumps(page, indent=2, ensure_ascii=False)
-        (stage / MANIFEST).write_text(text + "\n", encoding="utf-8")
-        sync_tree(stage, "bundle")  # otherwise a power loss could leave an empty bundle
-        rename(stage, out, "bundle")
+        _finish(stage, _stamped(manifest, stage), out)
     return Bundle.open(out)
+
+
+def attach(bundle: Bundle, out: Path, files: Mapping[str, Path], **blocks: BoxesFile) -> Bundle:
+    """Write a copy of a bundle with more files atomically to the new folder `out`. Galleries of
+    `bundle` can be searched with the copy, and the other way round.
+
+    Args:
+        files: by their names in the bundle, such as BOXES.
+        blocks: the fields of the manifest that describe them, with their sha256.
+
+    Raises: BundleError if `out` exists.
+    """
+    make_room(out)
+    with staged(out.parent) as stage:
+        own = {str(p.relative_to(bundle.path)): p for p in bundle.path.rglob("*") if p.is_file()}
+        for name, file in {**own, **files}.items():
+            (stage / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, stage / name)
+        _finish(stage, bundle.manifest.model_copy(update=blocks).with_id(), out)
+    return Bundle.open(out)
+
+
+def _finish(stage: Path, manifest: BundleManifest, out: Path) -> None:
+    text = json.dumps(manifest.model_dump(mode="json"), indent=2, ensure_ascii=False)
+    (stage / MANIFEST).write_text(text + "\n", encoding="utf-8")
+    sync_tree(stage, "bundle")  # otherwise a power loss could leave an empty bundle
+    rename(stage, out, "bundle")
 
 
 def _stamped(manifest: BundleManifest, stage: Path) -> BundleManifest:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from kinlens.embedder.calibration import Calibration
-from kinlens.embedder.manifest import FP32, Preprocessing
+from kinlens.embedder.manifest import FP32, BoxesFile, Preprocessing
 from kinlens.embedder.preprocess import Box, ImageLimits, preprocess
 from kinlens.embedder.types import Embeddings, Images, Maps, check_dims
 
@@ -27,6 +27,7 @@ class FakeEmbedder:
     mode = FP32
     precision_reason = "asked for"
     has_map = True
+    boxes: BoxesFile | None = None
 
     def __init__(
         self,

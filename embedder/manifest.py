@@ -6,7 +6,14 @@ from functools import partial
 from operator import eq, is_, not_
 from typing import Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    field_validator,
+    model_validator,
+)
 
 from kinlens.embedder.calibration import Calibration
 
@@ -43,6 +50,19 @@ class Mode(NamedTuple):
 FP32 = Mode("onnxruntime", "fp32")
 """The reference mode, with which every other mode is compared."""
 
+
+BoxesLayout = Literal[
+    "torchvision", "centernet", "tensorflow", "yolo", "yolo-objectness", "yolo-nms"
+]
+"""What the outputs of a detector are; `kinlens.embedder.views.boxes` reads each.
+
+- torchvision, centernet, tensorflow: boxes (N, 4), scores (N) and classes (N), the last optional.
+  Boxes are left, top, right, bottom in pixels of the input; in shares of it; or top, left, bottom,
+  right in shares.
+- yolo, yolo-objectness: one table with centre, width and height in pixels of the input; then the
+  objectness, if there is one, and a score of each class.
+- yolo-nms: one table with left, top, right, bottom in pixels of the input, score, class.
+"""
 
 HeldOutSplit = Literal["validation", "test"]
 
@@ -158,14 +178,54 @@ class MapFile(_Frozen):
     difference: float
 
 
+class BoxesFile(_Frozen):
+    """`boxes.onnx`: a detector, whose boxes are the parts of a busy photo to search with.
+
+    Attributes:
+        width_px, height_px: of its input, which is RGB.
+        scale: the value of white: 1 or 255. Then `mean` is subtracted, and `std` divides.
+        fit: "padded" keeps the shape of an image and fills the rest of the input with black.
+        threshold: boxes with a lower score are dropped.
+        labels: of the classes, by their numbers; empty if they are unknown.
+    """
+
+    sha256: str = ""
+    layout: BoxesLayout
+    width_px: int = Field(ge=16, le=2048)
+    height_px: int = Field(ge=16, le=2048)
+    scale: Literal[1, 255]
+    mean: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = (1.0, 1.0, 1.0)
+    fit: Literal["padded", "stretched"] = "padded"
+    threshold: float = Field(ge=0, le=1)
+    labels: tuple[str, ...] = ()
+    licence: str = "unspecified"
+
+    @property
+    def id(self) -> str:
+        """sha256 of this description, which covers the file: of everything that boxes depend on."""
+        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
+
+    def label(self, kind: int) -> str | None:
+        """The label of a class; None if it is unknown."""
+        return self.labels[kind] if kind < len(self.labels) else None
+
+
 class GoldenHashes(_Frozen):
     """sha256 of each file under `golden/`."""
 
     files: dict[str, str]
 
 
+ATTACHED = ("boxes",)
+"""The blocks of a manifest that describe attached files."""
+
+
 class BundleManifest(_Frozen):
     """Metadata of an exported model. `bundle_id` is a hash of the model and this manifest.
+
+    Files may be attached to a bundle later, which changes no vector: see ATTACHED. Then `base_id`
+    is the id that it had without them.
 
     `variants` are the files in other precisions; `modes` are other ways to run a file, by
     `Mode.key`. `seen_sha256` is that of the record of classes and images trained on. Keys that were
@@ -192,8 +252,10 @@ class BundleManifest(_Frozen):
     calibration: Calibration | None = Field(default=None, exclude_if=not_)
     map: MapFile | None = Field(default=None, exclude_if=not_)
     seen_sha256: str | None = Field(default=None, exclude_if=not_)
+    boxes: BoxesFile | None = Field(default=None, exclude_if=not_)
     licence: str = "unspecified"
     versions: dict[str, str] = Field(default_factory=dict)
+    base_id: str = Field(default="", exclude_if=not_)
     bundle_id: str = ""
 
     @field_validator("preprocessing", mode="before")
@@ -222,5 +284,15 @@ class BundleManifest(_Frozen):
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     def with_id(self) -> "BundleManifest":
-        """A copy with `bundle_id` set to the computed id."""
-        return self.model_copy(update={"bundle_id": self.computed_id()})
+        """A copy with `base_id` and `bundle_id` set to the computed ids."""
+        base = self.model_copy(update={**dict.fromkeys(ATTACHED), "base_id": ""})
+        is_base = all(getattr(self, name) is None for name in ATTACHED)
+        named = self.model_copy(update={"base_id": "" if is_base else base.computed_id()})
+        return named.model_copy(update={"bundle_id": named.computed_id()})
+
+    @property
+    def vectors_id(self) -> str:
+        """The id of everything that vectors depend on. Galleries, caches and answers carry it, so
+        bundles that differ in attached files alone serve the same galleries.
+        """
+        return self.base_id or self.bundle_id

@@ -5,9 +5,8 @@ pixels everywhere.
 """
 
 import io
-import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,11 +55,6 @@ Box = tuple[float, float, float, float]
 """A part of an image: left, top, width, height as fractions 0..1 of the upright image."""
 
 WHOLE: Box = (0.0, 0.0, 1.0, 1.0)
-
-_WINDOWS = ((1.0, (0.0,)), (2 / 3, (0.0, 1 / 3)))
-"""Side of a window as a fraction of each side of the image, and the starts of windows in a row.
-More and smaller windows find no more in benchmarks/clutter.py, and cost more.
-"""
 
 PixelBox = tuple[float, float, float, float]
 """A part of an image: left, top, right, bottom in pixels."""
@@ -117,19 +111,11 @@ def check_box(box: Sequence[float]) -> Box:
     left, top, width, height = map(float, box)
     if min(left, top) < 0 or max(left + width, top + height) > 1 + _BOX_TOLERANCE:
         raise _bad_box(box, "extends beyond the image")
-    width, height = min(width, 1 - left), min(height, 1 - top)
+    width = 1 - left if left + width > 1 else width
+    height = 1 - top if top + height > 1 else height
     if width <= 0 or height <= 0:
         raise _bad_box(box, "has no area")
     return left, top, width, height
-
-
-def windows() -> list[Box]:
-    """The whole image, then four windows of two thirds of its width and height at its corners."""
-    return [
-        (left, top, side, side)
-        for side, starts in _WINDOWS
-        for top, left in itertools.product(starts, repeat=2)
-    ]
 
 
 def decode(
@@ -149,30 +135,35 @@ def decode(
     Raises: the errors of `read_header`; CorruptImageError also for a truncated file;
         InvalidParameterError for a box outside the image or smaller than a pixel.
     """
-    [part] = _decoded(data, limits or ImageLimits(), min_side_px, [box], colour)
-    return part
+    return ImageParts(data, limits, colour).part(box, min_side_px)
 
 
-def _decoded(
-    data: bytes,
-    limits: ImageLimits,
-    min_side_px: int | None,
-    boxes: Sequence[Box | None],
-    colour: Colour,
-) -> Iterator[Image.Image]:
-    """The parts of an image, each with the pixels that `decode` gives for it alone. It is decoded
-    once, or once for each scale of a JPEG that the boxes need.
+class ImageParts:
+    """An encoded image, which is decoded once, or once for each scale of a JPEG that its parts
+    need. A part has the pixels that `decode` gives for it alone.
     """
-    as_shown = colour == "srgb"
-    uprights: dict[tuple[int, int], Image.Image] = {}
-    for box in boxes:
+
+    def __init__(
+        self, data: bytes, limits: ImageLimits | None = None, colour: Colour = "srgb"
+    ) -> None:
+        self._data = data
+        self._limits = limits or ImageLimits()
+        self._as_shown = colour == "srgb"
+        self._uprights: dict[tuple[int, int], Image.Image] = {}
+
+    def part(self, box: Box | None = None, min_side_px: int | None = None) -> Image.Image:
+        """The upright part in `box`, or the whole image, as `decode` gives it."""
         checked = None if box is None else check_box(box)
-        with _open(data, limits, as_shown) as image:
+        with _open(self._data, self._limits, self._as_shown) as image:
             if min_side_px is not None and opened_format(image) == "JPEG":
                 _draft(image, min_side_px, checked)
-            if (upright := uprights.get(image.size)) is None:
-                upright = uprights[image.size] = _upright(image, as_shown)
-        yield upright if checked is None else _cut(upright, checked)
+            if (upright := self._uprights.get(image.size)) is None:
+                upright = self._uprights[image.size] = _upright(image, self._as_shown)
+        return upright if checked is None else _cut(upright, checked)
+
+    def pixels(self, boxes: Sequence[Box | None], spec: Preprocessing) -> NDArray[np.uint8]:
+        """N > 0 parts, each as `preprocess` gives it: uint8 (N, 3, S, S)."""
+        return np.stack([_squared(self.part(box, spec.resize_px), spec) for box in boxes])
 
 
 def _upright(image: Image.Image, as_shown: bool) -> Image.Image:
@@ -202,23 +193,8 @@ def preprocess(
 
     Raises: the errors of `decode`.
     """
-    pixels: NDArray[np.uint8] = preprocess_parts(data, spec, [box], limits)[0]
+    pixels: NDArray[np.uint8] = ImageParts(data, limits, spec.colour).pixels([box], spec)[0]
     return pixels
-
-
-def preprocess_parts(
-    data: bytes,
-    spec: Preprocessing,
-    boxes: Sequence[Box | None],
-    limits: ImageLimits | None = None,
-) -> NDArray[np.uint8]:
-    """As `preprocess` for N > 0 parts of one image, which is decoded only once at each scale that
-    they need: uint8 (N, 3, S, S). A box that is None is the whole image.
-
-    Raises: the errors of `decode`.
-    """
-    parts = _decoded(data, limits or ImageLimits(), spec.resize_px, boxes, spec.colour)
-    return np.stack([_squared(part, spec) for part in parts])
 
 
 def _squared(image: Image.Image, spec: Preprocessing) -> NDArray[np.uint8]:

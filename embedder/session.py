@@ -38,8 +38,16 @@ from kinlens.embedder.errors import (
     ImageError,
     ProviderError,
 )
-from kinlens.embedder.manifest import FP32, Engine, Mode, OtherPrecision, Precision, Preprocessing
-from kinlens.embedder.preprocess import Box, ImageLimits, preprocess, preprocess_parts
+from kinlens.embedder.manifest import (
+    FP32,
+    BoxesFile,
+    Engine,
+    Mode,
+    OtherPrecision,
+    Precision,
+    Preprocessing,
+)
+from kinlens.embedder.preprocess import Box, ImageLimits, ImageParts, preprocess
 from kinlens.embedder.sources.names import printable, read_file
 from kinlens.embedder.types import Embed, Embeddings, Images, Maps, check_dims, first_numbers
 
@@ -155,6 +163,7 @@ class ModelFacts(Protocol):
     calibration: Calibration | None
     no_calibration: str | None
     has_map: bool
+    boxes: BoxesFile | None
 
     def maps(self, images: Images) -> Maps:
         """uint8 (N, 3, S, S) to (N, D, h, w), which sum to the embeddings in fp32.
@@ -192,7 +201,8 @@ def read_pixels(
     """
     data = read_file(path, embedder.limits.max_bytes)
     try:
-        return data, preprocess_parts(data, embedder.preprocessing, boxes, embedder.limits)
+        parts = ImageParts(data, embedder.limits, embedder.preprocessing.colour)
+        return data, parts.pixels(boxes, embedder.preprocessing)
     except ImageError as error:
         name = printable(str(path))
         raise type(error)(f"The image {name} cannot be used: {error}") from error
@@ -206,6 +216,7 @@ class BundleFacts:
         precision_reason: why this mode was chosen, and why others were not.
         provider: the provider of the engine that is in use.
         calibration: None if there is none, for the reason in `no_calibration`.
+        boxes: the detector; None if there is none.
     """
 
     def __init__(
@@ -228,6 +239,7 @@ class BundleFacts:
         self.precision_reason = precision_reason
         self.provider = provider
         self.has_map = manifest.map is not None
+        self.boxes = manifest.boxes
         self._map: Model | None = None
         self._map_opening = threading.Lock()
         self._whole: Self | None = None

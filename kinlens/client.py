@@ -318,6 +318,14 @@ class AsyncClient(_BaseClient):
         parts = await self._read_files(calls.search_form, images, options)
         return await self._send(api.SearchAnswer, "POST", "search", parts=parts)
 
+    async def boxes(self, image: Image, *, gallery: str | None = None) -> api.BoxesAnswer:
+        """Find the objects in a photo: boxes, best first, for `crops` of a search.
+
+        It needs a bundle with a detector; `has_boxes` of the gallery shows whether it has one.
+        """
+        parts = await self._read_files(calls.search_form, image, {"gallery": gallery})
+        return await self._send(api.BoxesAnswer, "POST", "boxes", parts=parts)
+
     async def search_batch(self, queries: Sequence[Query]) -> api.BatchAnswer:
         """Run several searches in one request; each has its own answer or problem."""
         body = await self._read_files(calls.batch_json, queries)
@@ -826,6 +834,7 @@ class Client(_BaseClient):
     ready = _blocking(AsyncClient.ready)
     metrics = _blocking(AsyncClient.metrics)
     search = _blocking(AsyncClient.search)
+    boxes = _blocking(AsyncClient.boxes)
     search_batch = _blocking(AsyncClient.search_batch)
     similar = _blocking(AsyncClient.similar)
     feedback = _blocking(AsyncClient.feedback)

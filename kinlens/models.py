@@ -222,6 +222,10 @@ class GalleryModel(BaseModel):
     has_map: Annotated[bool, Field(description="Whether its bundle supports POST .../explain.")] = (
         False
     )
+    has_boxes: Annotated[
+        bool,
+        Field(description="Whether its bundle finds objects in photos, see POST /boxes."),
+    ] = False
     product_url: Annotated[
         str,
         Field(
@@ -363,6 +367,25 @@ class ExplainAnswer(BaseModel):
     square: float
     hit: list[list[float]]
     query: list[QueryShares]
+
+
+class BoxModel(BaseModel):
+    """An object in a photo."""
+
+    box: Annotated[
+        tuple[float, float, float, float],
+        Field(description="Left, top, width and height as fractions of the upright image."),
+    ]
+    score: Annotated[float, Field(description="How sure the detector is, from 0 to 1.")]
+    label: Annotated[str | None, Field(description="The kind of object, if it is known.")]
+
+
+class BoxesAnswer(BaseModel):
+    """The objects in a photo, best first; each box can be sent as a crop of a search."""
+
+    bundle_id: str
+    gallery: str
+    boxes: list[BoxModel]
 
 
 class ItemModel(BaseModel):

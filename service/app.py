@@ -12,6 +12,7 @@ from starlette.types import Lifespan
 from kinlens import __version__
 from kinlens.embedder.session import Embedder
 from kinlens.service.api import (
+    boxes,
     feedback,
     images,
     items,
@@ -90,6 +91,7 @@ def create_app(
     assets = Assets()
     for router in (
         search.router,
+        boxes.router,
         gallery_routes.router,
         items.router,
         quality.router,

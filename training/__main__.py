@@ -24,6 +24,7 @@ try:
 
     from kinlens.embedder.programs.console import Commands, print_error
     from kinlens.training.commands.adapt import adapt
+    from kinlens.training.commands.attach import attach
     from kinlens.training.commands.data import app as data_app
     from kinlens.training.commands.fit import crossval, fit, new, report, search, tournament
     from kinlens.training.commands.models import evaluate, export
@@ -33,7 +34,7 @@ except ModuleNotFoundError as missing:
 app = typer.Typer(
     cls=Commands, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None
 )
-for command in (adapt, new, fit, evaluate, report, export, crossval, search, tournament):
+for command in (adapt, new, fit, evaluate, report, export, attach, crossval, search, tournament):
     app.command()(command)
 app.add_typer(data_app, name="data")
 
@@ -44,7 +45,7 @@ _PACKAGES = (
 )  # fmt: skip
 """The modules that the extras bring. A module of the user may lack others."""
 
-_ALONE = ("adapt", "crossval", "evaluate", "export", "search", "tournament")
+_ALONE = ("adapt", "attach", "crossval", "evaluate", "export", "search", "tournament")
 """Commands that every process of torchrun would repeat."""
 
 

@@ -7,7 +7,7 @@ import binascii
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, TypeVar
 
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
@@ -27,8 +27,9 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from kinlens.embedder.errors import FilterError, InvalidParameterError, KinlensError
-from kinlens.embedder.preprocess import Box, check_box, windows
+from kinlens.embedder.preprocess import Box, check_box
 from kinlens.embedder.programs.faults import path_of, shown
+from kinlens.embedder.views.windows import windows
 from kinlens.indexer import types
 from kinlens.indexer.filters.json import filter_from_json
 from kinlens.indexer.filters.text import parse_filter
@@ -243,15 +244,21 @@ _CROPS_SCHEMA: dict[str, Any] = {
         {"type": "array", "items": _CROP_SCHEMA, "maxItems": Settings.max_crops},
         {"const": "auto"},
     ],
-    "description": f"auto: {len(AUTO)} windows, the whole image and parts of it, with combine = "
-    "best; for photos of which the product fills only a part.",
+    "description": f"auto: the whole image and up to {len(AUTO) - 1} parts of it, with combine = "
+    "best; for photos of which the product fills only a part. The parts are the boxes of a "
+    "detector if the bundle has one (`has_boxes` of the gallery), otherwise fixed windows.",
 }
 
 
-class ImageInput(Strict):
-    """An image, or crops of it, each of which is a view of the query."""
+class PlainImage(Strict):
+    """An image."""
 
     data: Annotated[bytes, BeforeValidator(base64_content), WithJsonSchema(_DATA_SCHEMA)]
+
+
+class ImageInput(PlainImage):
+    """An image, or crops of it, each of which is a view of the query."""
+
     crops: Annotated[
         list[_Crop],
         Field(default_factory=list, max_length=Settings.max_crops, fail_fast=True),
@@ -259,12 +266,12 @@ class ImageInput(Strict):
         WithJsonSchema(_CROPS_SCHEMA),
     ]
 
-    @property
-    def boxes(self) -> Sequence[Box | None]:
-        """The parts to search with; the whole image as in a search without crops, which may have
-        cached its vector.
+    def views(self, data: bytes, number: int = 1) -> tuple[View, ...]:
+        """The parts of the image `data` to search with; the whole image as in a search without
+        crops, which may have cached its vector.
         """
-        return [None, *AUTO[1:]] if self.crops is AUTO else self.crops
+        is_auto = self.crops is AUTO
+        return views_of(data, [None, *AUTO[1:]] if is_auto else self.crops, number, is_auto)
 
 
 def _vector(value: Any) -> bytes:
@@ -519,7 +526,7 @@ class SearchRequest(SearchFields):
         images = [
             view
             for number, image in enumerate(self.images, 1)
-            for view in views_of(image.data, image.boxes, number)
+            for view in image.views(image.data, number)
         ]
         return super().query(
             views=(*images, *self.other_views()),
@@ -538,6 +545,19 @@ class SearchRequest(SearchFields):
         ]
 
 
+class BoxesRequest(Strict):
+    """An image to find boxes in."""
+
+    gallery: Annotated[
+        str | None,
+        Field(description="Its bundle finds the boxes; default: as in POST /search."),
+    ] = None
+    images: Annotated[list[PlainImage], Field(min_length=1, max_length=1, fail_fast=True)]
+
+
+Parsed = TypeVar("Parsed", SearchRequest, BoxesRequest)
+
+
 async def read_search(request: Request) -> Query:
     """Read a search from a request.
 
@@ -553,6 +573,21 @@ async def read_search(request: Request) -> Query:
         and body.count(b"\n--") <= _INLINE_PARTS
     )
     return await _read_query(request, lambda: _search_of(request, body, kind), short=short)
+
+
+async def read_boxes(request: Request) -> tuple[View, str | None]:
+    """Read an image to find boxes in, and the name of a gallery.
+
+    Raises: HTTPException (400, 415), RequestValidationError, KinlensError.
+    """
+    body, kind = await bodies.read_body(request, FORM, IMAGE, RAW, JSON)
+
+    def read() -> tuple[View, str | None]:
+        sent = _parsed(BoxesRequest, request, body, kind)
+        [view] = views_of(sent.images[0].data)
+        return view, sent.gallery
+
+    return await bodies.off_loop(request, read)
 
 
 async def read_batch(request: Request) -> list[Query | Exception]:
@@ -601,29 +636,35 @@ async def _read_query(request: Request, read: Callable[[], SearchFields], *, sho
 
 
 def _search_of(request: Request, body: bytes, kind: str) -> SearchRequest:
+    return _not_empty(_parsed(SearchRequest, request, body, kind))
+
+
+def _parsed(model: type[Parsed], request: Request, body: bytes, kind: str) -> Parsed:
     pairs, images = request.query_params.multi_items(), [body]
     if kind == FORM:
         images, fields = read_form(request, body)
         pairs += fields
-    return _of_pairs(pairs, images) if kind != JSON else _of_json(bodies.parse_object(body), pairs)
+    if kind != JSON:
+        return _of_pairs(model, pairs, images)
+    return _of_json(model, bodies.parse_object(body), pairs)
 
 
-def _of_json(payload: dict[str, Any], pairs: Pairs) -> SearchRequest:
+def _of_json(model: type[Parsed], payload: dict[str, Any], pairs: Pairs) -> Parsed:
     fields = _fields(pairs)
     for name in fields.keys() & payload.keys():
         raise fault(name, f"{name} was sent twice; send it once, in the query string or the body.")
     if fields:
         read = checked(SearchRequest, fields)
         fields = {name: getattr(read, name) for name in read.model_fields_set}
-    return _not_empty(checked(SearchRequest, {**fields, **payload}, strict=True))
+    return checked(model, {**fields, **payload}, strict=True)
 
 
-def _of_pairs(pairs: Pairs, images: Sequence[bytes]) -> SearchRequest:
-    """The search with the crops in `pairs` for each image; errors use the names of form fields."""
+def _of_pairs(model: type[Parsed], pairs: Pairs, images: Sequence[bytes]) -> Parsed:
+    """The request with the crops in `pairs` for each image; errors use the names of form fields."""
     fields = _fields(pairs)
-    crops = fields.pop("crops", [])
-    sent = [{"data": data, "crops": crops} for data in images]
-    return _not_empty(checked(SearchRequest, {**fields, "images": sent}, _form_name))
+    crops = {"crops": fields.pop("crops")} if "crops" in fields else {}
+    sent = [{"data": data, **crops} for data in images]
+    return checked(model, {**fields, "images": sent}, _form_name)
 
 
 def _batch_of_json(body: bytes) -> list[Query | Exception]:
@@ -647,10 +688,10 @@ def _batch_of_form(request: Request, body: bytes) -> list[Query | Exception]:
     if not images:
         raise _empty_query()
     _check("queries", len(images), Settings.max_batch_queries)
-    search = _of_pairs(pairs, images[:1])
-    shared, boxes = search.query(), search.images[0].boxes
+    search = _not_empty(_of_pairs(SearchRequest, pairs, images[:1]))
+    shared, first = search.query(), search.images[0]
     others = search.other_views()
-    queries = [replace(shared, views=(*views_of(data, boxes), *others)) for data in images]
+    queries = [replace(shared, views=(*first.views(data), *others)) for data in images]
     _check_amounts(queries)
     return list(queries)
 

@@ -42,19 +42,19 @@ from kinlens.service.settings import Settings
 T = TypeVar("T")
 
 _STAGES = tuple(models.Timings.model_fields)
-_HEADERS = {"Cache-Control": "no-store"}
+NO_STORE = {"Cache-Control": "no-store"}
 _WATCH_AFTER_S = 0.1
 _SIMILAR = (*FAILURES, errors.ItemNotFoundError, errors.FilterError)
 _SEARCH = (*_SIMILAR, *IMAGE_FAILURES, errors.SearchError)
-_PNG = (  # red and blue, 8 x 8 px
+PNG = (  # red and blue, 8 x 8 px
     "iVBORw0KGgoAAAANSUhEUgAAAAgAAAAICAIAAABLbSncAAAAGklEQVR42mM8ISfHAANhDKvgbCYGHGBw"
     "SgAAioUCFJLJ2DgAAAAASUVORK5CYII="
 )
-_IMAGES = [{"data": _PNG}]
+_IMAGES = [{"data": PNG}]
 _VECTOR = [0.5, 0.5, 0.5, 0.5]  # of a model with four numbers
 _REQUESTS = {
     "image": {"value": {"images": _IMAGES, "k": 5}},
-    "crops": {"value": {"images": [{"data": _PNG, "crops": [[0, 0, 0.5, 1], [0.5, 0, 0.5, 1]]}]}},
+    "crops": {"value": {"images": [{"data": PNG, "crops": [[0, 0, 0.5, 1], [0.5, 0, 0.5, 1]]}]}},
     "filter and groups": {
         "value": {
             "images": _IMAGES,
@@ -75,7 +75,7 @@ _REQUESTS = {
 _BATCHES = {
     "two": {"value": {"queries": [{"images": _IMAGES, "k": 5}, {"positives": ["shoes/0017.jpg"]}]}}
 }
-_FILE = {"type": "string", "format": "binary"}
+FILE = {"type": "string", "format": "binary"}
 _FACETS = {"type": "string", "examples": ["colour,price"]}
 _VECTORS = {"type": "string", "examples": ['[{"vector": [0.6, 0.8], "weight": 0.5}]']}
 _CROP_TEXT = (
@@ -127,7 +127,7 @@ def _parameters(model: type[SearchFields]) -> list[dict[str, Any]]:
 def _form(max_images: int) -> dict[str, Any]:
     image = {
         "type": "array",
-        "items": _FILE,
+        "items": FILE,
         "maxItems": max_images,
         "description": "JPEG, PNG, WebP, BMP, TIFF, GIF, AVIF or HEIC; one part per image. Of an "
         "animation, the first frame. The content decides the format.",
@@ -143,8 +143,8 @@ def _search_docs() -> dict[str, Any]:
     content = {
         FORM: {"schema": _form(Settings.max_images)},
         JSON: {"schema": inlined(SearchRequest), "examples": _REQUESTS},
-        RAW: {"schema": _FILE},
-        IMAGE: {"schema": _FILE},
+        RAW: {"schema": FILE},
+        IMAGE: {"schema": FILE},
     }
     return {"parameters": _parameters(SearchRequest), **body_docs(content)}
 
@@ -181,7 +181,7 @@ async def search(request: Request) -> Response:
     runtime: Runtime = request.app.state.runtime
     query = await requests.read_search(request)
     await requests.charge(request, [query])
-    answer = await _while_connected(request, runtime.searching.search(query))
+    answer = await while_connected(request, runtime.searching.search(query))
     return _response(answer, runtime.feedback)
 
 
@@ -204,9 +204,9 @@ async def search_batch(request: Request) -> Response:
     runtime: Runtime = request.app.state.runtime
     queries = await requests.read_batch(request)
     await requests.charge(request, queries)
-    answers = await _while_connected(request, runtime.searching.search_all(queries))
+    answers = await while_connected(request, runtime.searching.search_all(queries))
     outcomes = b",".join(_outcome(answer, request, runtime.feedback) for answer in answers)
-    return Response(b'{"answers":[' + outcomes + b"]}", headers=_HEADERS, media_type=JSON)
+    return Response(b'{"answers":[' + outcomes + b"]}", headers=NO_STORE, media_type=JSON)
 
 
 router.route_class = Route
@@ -239,7 +239,7 @@ for _path, _by, _item in ITEM_PATHS:
                 read = partial(served.gallery.item, ref.id)
                 key = (await runtime.read("the item", read, served=served)).key
                 query = replace(query, generation=served.gallery.generation)
-        answer = await _while_connected(request, runtime.searching.search(query))
+        answer = await while_connected(request, runtime.searching.search(query))
         return _response(answer, runtime.feedback, key)
 
     @router.post(
@@ -268,11 +268,11 @@ for _path, _by, _item in ITEM_PATHS:
                 "hit."
             )
         await requests.charge(request, [query])
-        answer = await _while_connected(request, _explained(runtime, name, ref, query))
-        return Response(to_json(answer), headers=_HEADERS, media_type=JSON)
+        answer = await while_connected(request, _explained(runtime, name, ref, query))
+        return Response(to_json(answer), headers=NO_STORE, media_type=JSON)
 
 
-async def _while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """Run `work`, for a request whose body was read; cancel it if the client disconnects.
 
     Raises: RefusedError, any error of `work`.
@@ -327,7 +327,7 @@ async def _explained(
 def _response(answer: Answer, feedback: FeedbackStore | None, like: str = "") -> Response:
     timings = _timings(answer)
     stages = ", ".join([f"{stage};dur={ms}" for stage, ms in timings.items()])
-    headers = {**_HEADERS, "X-Kinlens-Bundle": answer.bundle_id, "Server-Timing": stages}
+    headers = {**NO_STORE, "X-Kinlens-Bundle": answer.bundle_id, "Server-Timing": stages}
     return Response(_json(answer, timings, feedback, like), headers=headers, media_type=JSON)
 
 

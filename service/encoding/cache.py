@@ -4,6 +4,7 @@ Keys contain everything that a value depends on. An answer starts with the galle
 was computed from, so no entry ever has to be invalidated:
 
     embeddings   bundle_id + engine and precision + sha256 of the bytes + box
+    boxes        sha256 of the detector's description + sha256 of the bytes
     answers      bundle_id + engine and precision + gallery + its generation + digest of the query
 """
 
@@ -18,15 +19,18 @@ from urllib.parse import quote
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import TypeAdapter
 
 from kinlens.embedder.manifest import Mode
 from kinlens.embedder.preprocess import Box
+from kinlens.embedder.views.boxes import FoundBox
 from kinlens.service.observe.metrics import CacheKind, Level, span
 from kinlens.service.redis import SharedRedis
 
 T = TypeVar("T")
 
 _PREFIX = "kinlens:4"
+_BOXES = TypeAdapter(list[FoundBox])
 _UNIT_TOLERANCE = 1e-2
 
 
@@ -155,6 +159,21 @@ def embedding_keys(bundle_id: str, mode: Mode) -> Callable[[str, Box | None], st
         return f"{start}:{digest}:{part}"
 
     return key
+
+
+def boxes_key(detector: str, digest: str) -> str:
+    """The cache key for the boxes that a detector finds in an image."""
+    return f"{_PREFIX}:b:{detector}:{digest}"
+
+
+def encode_boxes(boxes: Sequence[FoundBox]) -> bytes:
+    """Boxes as JSON."""
+    return _BOXES.dump_json(list(boxes))
+
+
+def decode_boxes(payload: bytes) -> list[FoundBox]:
+    """The boxes that `encode_boxes` encoded. Raises: ValueError."""
+    return _BOXES.validate_json(payload)
 
 
 def answer_key(bundle_id: str, mode: Mode, gallery: str, generation: str, digest: str) -> str:

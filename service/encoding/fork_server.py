@@ -39,6 +39,7 @@ from kinlens.embedder.errors import BundleMismatchError, KinlensError
 from kinlens.embedder.manifest import Mode
 from kinlens.embedder.session import OnnxEmbedder
 from kinlens.embedder.types import SHORT
+from kinlens.embedder.views.boxes import Detector
 from kinlens.service.encoding import worker
 from kinlens.service.encoding.sandbox import Layer, active_names
 from kinlens.service.encoding.spawn import PACKET_BYTES, Interpreter, interpreter
@@ -66,6 +67,7 @@ class ForkServer:
     """The fork server of a bundle, or of workers that only decode.
 
     A worker may allocate `memory_mb` in addition to the model; `alarm_s` limits its decoding.
+    Without a `session` the model runs elsewhere, and workers have only the detector of the bundle.
     """
 
     def __init__(
@@ -79,8 +81,10 @@ class ForkServer:
         self.choice: Choice | None = None
         self._limits = str(memory_mb), str(alarm_s)
         # Resolve the path: a symlink to the newest bundle may have changed by the next start.
-        self._bundle = [] if bundle is None else [str(bundle.path.resolve()), bundle.bundle_id]
-        self._session = session or SessionSettings()
+        self._bundle = (
+            [] if bundle is None else [str(bundle.path.resolve()), bundle.manifest.bundle_id]
+        )
+        self._session = session
         self._lock = threading.Lock()
         self._interpreter: Interpreter | None = None
         self._is_up = self._is_closed = False
@@ -99,7 +103,7 @@ class ForkServer:
         Raises: OSError with the reason; BundleError if the model cannot run.
         """
         self.stop()
-        session = json.dumps(asdict(self._session), default=sorted)
+        session = json.dumps(self._session and asdict(self._session), default=sorted)
         self._interpreter = interpreter([*self._limits, session, *self._bundle])
         ours = self._interpreter.connection
         try:
@@ -114,7 +118,7 @@ class ForkServer:
         except BaseException:
             self.stop()
             raise
-        if answer:
+        if answer and self._session is not None:
             mode, provider, reason = answer
             self.choice = Choice(Mode(*mode), provider, reason)
             engine, precision = self.choice.mode
@@ -180,8 +184,9 @@ def main() -> None:
     """Load the model, then fork a worker for each order until the service closes the socket.
 
     The first packet is a list of arguments in JSON: the memory of a worker in addition to the model
-    in MB, the limit of decoding an image in seconds, the session settings as JSON, and the folder
-    and the id of the bundle; without a bundle, workers only decode.
+    in MB, the limit of decoding an image in seconds, the session settings as JSON, which are null
+    if the model runs elsewhere, and the folder and the id of the bundle; without a bundle, workers
+    only decode.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the service decides when this ends
@@ -191,39 +196,44 @@ def main() -> None:
     if not (packet := orders.recv(PACKET_BYTES)):
         return  # the service has ended
     memory_mb, alarm_s, session, *bundle = json.loads(packet)
-    settings = SessionSettings(**json.loads(session))
-    model = choice = None
+    settings = json.loads(session)
+    model = choice = detector = None
     try:
         if bundle:
-            model = _opened(bundle[0], bundle[1], settings)
-            choice = Choice(model.mode, model.provider, model.precision_reason)
+            opened = _opened(*bundle)
+            detector = Detector.open(opened)
+            if settings is not None:
+                model = OnnxEmbedder.open(opened, SessionSettings(**settings))
+                choice = Choice(model.mode, model.provider, model.precision_reason)
     except KinlensError as error:
         answer = {"error": type(error).__name__, "text": str(error)[:_TEXT_CHARACTERS]}
         with contextlib.suppress(ConnectionError):
             orders.send(json.dumps(answer).encode())
         return
     memory_bytes = _address_space_bytes() + int(memory_mb) * _MIB
-    if model is not None and settings.threads != 1:
-        model.load_in_forks(settings)  # its threads would not survive a fork
+    if model is not None and settings["threads"] != 1:
+        model.load_in_forks(SessionSettings(**settings))  # its threads would not survive a fork
     gc.freeze()  # otherwise a collection in a worker writes to, and so copies, all these pages
     server = os.getpid()
 
     def work(layers: Sequence[str]) -> None:
         _die_with(server)
         embed = None if model is None else model.embed
-        worker.serve(socket.socket(fileno=0), memory_bytes, float(alarm_s), layers, embed)
+        connection = socket.socket(fileno=0)
+        worker.serve(connection, memory_bytes, float(alarm_s), layers, embed, detector)
 
     with contextlib.suppress(ConnectionError):  # the service has ended
         orders.send(json.dumps(choice).encode())
         _serve(orders, work)
 
 
-def _opened(path: str, bundle_id: str, session: SessionSettings) -> OnnxEmbedder:
+def _opened(path: str, bundle_id: str) -> Bundle:
     """Raises: BundleError, BundleMismatchError."""
     bundle = Bundle.open(path)
-    if bundle.bundle_id != bundle_id:
-        raise BundleMismatchError(f"{path} has become the bundle {bundle.bundle_id[:SHORT]}.")
-    return OnnxEmbedder.open(bundle, session)
+    if bundle.manifest.bundle_id != bundle_id:
+        found = bundle.manifest.bundle_id[:SHORT]
+        raise BundleMismatchError(f"{path} has become the bundle {found}.")
+    return bundle
 
 
 def _serve(orders: socket.socket, work: Callable[[Sequence[str]], None]) -> None:

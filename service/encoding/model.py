@@ -18,18 +18,25 @@ from kinlens.embedder.errors import BundleError, ImageError, SearchError
 from kinlens.embedder.preprocess import Box
 from kinlens.embedder.session import ModelFacts
 from kinlens.embedder.types import Embed, Embeddings, Images, first_numbers
+from kinlens.embedder.views.boxes import MOST_BOXES, FoundBox
 from kinlens.service.concurrency import BulkKind, SearchThreads, SingleFlight, in_thread
 from kinlens.service.encoding.cache import (
     Cache,
     Lookup,
+    boxes_key,
+    decode_boxes,
     decode_vector,
     embedding_keys,
+    encode_boxes,
     encode_vector,
 )
 from kinlens.service.encoding.workers import Vector, Workers
 from kinlens.service.observe.metrics import span
 
 T = TypeVar("T")
+
+Known = dict[tuple[str, Box | None], Vector]
+"""Vectors by the digest of an image and its part."""
 
 _PARTS = 5
 """Parts of an image that one worker decodes and embeds at once: more would hold one core while
@@ -40,13 +47,15 @@ others are idle, and could exceed the time and memory of a worker.
 @dataclass(frozen=True, slots=True)
 class View:
     """An encoded image, or its part in `box`. `digest` is the sha256 of the image, and `number` its
-    position among the images of a query, from 1.
+    position among the images of a query, from 1. `is_auto` is whether the box is a window, in place
+    of which a detector may find boxes.
     """
 
     data: bytes
     digest: str
     box: Box | None = None
     number: int = 1
+    is_auto: bool = False
 
     weight: ClassVar[float] = 1.0
     """Its part in the mean of all views of a query."""
@@ -170,6 +179,7 @@ class Model:
         self._search_threads = search_threads
         self._on_batch = on_batch
         self._key = embedding_keys(facts.bundle_id, facts.mode)
+        self._detector = "" if facts.boxes is None else facts.boxes.id
         self._reference_image = facts.known_images()[0]
         self.reference_vector: Vector
         self._batcher: Batcher | None = None
@@ -223,6 +233,51 @@ class Model:
         """
         pixels: NDArray[np.uint8] = self._decode([view])[0]
         return pixels
+
+    def boxes_lookup(self, view: View) -> Lookup[list[FoundBox]]:
+        """The cache lookup for the boxes in the image of `view`. The model must have a detector."""
+        return Lookup("boxes", boxes_key(self._detector, view.digest), decode_boxes)
+
+    def boxes(self, view: View) -> list[FoundBox]:
+        """The boxes in the image of `view`, from the cache if it has them. The model must have a
+        detector. Raises: ImageError, SearchError, BundleError.
+        """
+        cached = self._cache.get(self.boxes_lookup(view))
+        return self.find([view])[0][0] if cached is None else cached
+
+    def find(
+        self,
+        views: Sequence[View],
+        parts: int = 0,
+        check: Callable[[], object] = lambda: None,
+        *,
+        is_numbered: bool = False,
+    ) -> tuple[list[list[FoundBox]], Known, Stages]:
+        """Find and cache the boxes in the images of `views`, several at the same time. If workers
+        embed, they embed each whole image and up to `parts` of its boxes on the way, without
+        decoding it again; these vectors are cached and returned. The model must have a detector.
+
+        Raises: ImageError, SearchError, BundleError, what `check` raises.
+        """
+        started = time.perf_counter()
+        facts = self._facts
+        dim = facts.dim if parts and self._batcher is None else 0
+
+        def work(group: Sequence[View]) -> tuple[list[FoundBox], Embeddings, float]:
+            spec, limits = facts.preprocessing, facts.limits
+            return self.workers.find(group[0].data, spec, limits, MOST_BOXES, dim, parts)
+
+        with span("boxes"):
+            answers = self._each(work, [[view] for view in views], check, is_numbered)
+        known: Known = {}
+        for view, (found, vectors, _) in zip(views, answers, strict=True):
+            self._cache.set(boxes_key(self._detector, view.digest), encode_boxes(found))
+            for box, vector in zip([None, *(one.box for one in found)], vectors, strict=False):
+                self._cache.set(self._key(view.digest, box), encode_vector(vector))
+                known[view.digest, box] = first_numbers(vector, self.dim)
+        total_ms = (time.perf_counter() - started) * 1e3
+        decode_ms = min(sum(took_ms for *_, took_ms in answers), total_ms)
+        return [found for found, *_ in answers], known, Stages(decode_ms, total_ms - decode_ms)
 
     def compute(
         self,
@@ -279,27 +334,14 @@ class Model:
             for start in range(0, len(parts), _PARTS)
         ]
         groups = [[views[position] for position in order] for order in orders]
-
-        def of_each(work: Callable[[Sequence[View]], T]) -> list[T]:
-            def call(group: Sequence[View]) -> T:
-                check()
-                try:
-                    return work(group)
-                except ImageError as error:
-                    if is_numbered:
-                        raise type(error)(f"Image {group[0].number}: {error}") from error
-                    raise
-
-            return self._search_threads.each(call, groups)
-
         if self._batcher is None:
             with span("embed"):
-                answers = of_each(self._embed)
+                answers = self._each(self._embed, groups, check, is_numbered)
             found = np.concatenate([vectors for vectors, _ in answers])
             decode_ms = sum(took_ms for _, took_ms in answers)
         else:
             with span("decode"):
-                pixels = np.concatenate(of_each(self._decode))
+                pixels = np.concatenate(self._each(self._decode, groups, check, is_numbered))
             decode_ms = (time.perf_counter() - started) * 1e3
             with span("embed"):
                 found = self._batcher.embed(pixels)
@@ -308,6 +350,26 @@ class Model:
         total_ms = (time.perf_counter() - started) * 1e3
         decode_ms = min(decode_ms, total_ms)  # several images are decoded at the same time
         return vectors, Stages(decode_ms, total_ms - decode_ms)
+
+    def _each(
+        self,
+        work: Callable[[Sequence[View]], T],
+        groups: Sequence[Sequence[View]],
+        check: Callable[[], object],
+        is_numbered: bool,
+    ) -> list[T]:
+        """The results of `work` for groups of views of one image each."""
+
+        def call(group: Sequence[View]) -> T:
+            check()
+            try:
+                return work(group)
+            except ImageError as error:
+                if is_numbered:
+                    raise type(error)(f"Image {group[0].number}: {error}") from error
+                raise
+
+        return self._search_threads.each(call, groups)
 
     def _decode(self, views: Sequence[View]) -> NDArray[np.uint8]:
         facts, boxes = self.embedder, [view.box for view in views]

@@ -5,7 +5,8 @@ Its protocol with the service over one socket:
 first:   READY, length, the layers of its sandbox (JSON)
 request: lengths of order and image, order (`Order` as JSON), image
 reply:   status, length of the content, content (pixels; or vectors and the decoding time in ms, as
-         float32; or a JPEG; or JSON: class name and text of an error)
+         float32, after the boxes if the order has to find them; or a JPEG; or JSON: class name and
+         text of an error)
 
 The service never executes or unpickles what a worker sends. A worker ends when the service closes
 the socket or dies. If it is busy with an image, its alarm ends it, which no damaged image can
@@ -33,8 +34,9 @@ from pydantic import PlainSerializer, TypeAdapter
 from kinlens.embedder import errors
 from kinlens.embedder.errors import BundleError, ImageError, InvalidParameterError
 from kinlens.embedder.manifest import Preprocessing
-from kinlens.embedder.preprocess import Box, ImageLimits, preprocess_parts, render_jpeg
-from kinlens.embedder.types import Embed
+from kinlens.embedder.preprocess import Box, ImageLimits, ImageParts, render_jpeg
+from kinlens.embedder.types import Embed, Embeddings, Images
+from kinlens.embedder.views.boxes import Detector
 from kinlens.service.encoding.sandbox import Layer, enter, enter_again
 
 REQUEST = struct.Struct("<II")
@@ -61,15 +63,23 @@ def _with_colour(spec: Preprocessing | None) -> dict[str, object] | None:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What to do with an image: decode the parts in `boxes` by `spec`, and `embed` them; or render
-    a JPEG of at most `side_px` a side.
+    """What to do with an image: decode the parts in `boxes` by `spec`, and `embed` them; or `find`
+    the boxes of up to that many objects, of which the first `parts` are embedded after the whole
+    image if it has to `embed`; or render a JPEG of at most `side_px` a side.
     """
 
     limits: ImageLimits
     spec: Annotated[Preprocessing | None, PlainSerializer(_with_colour)] = None
     boxes: tuple[Box | None, ...] = (None,)
     embed: bool = False
+    find: int = 0
+    parts: int = 0
     side_px: int = 0
+
+
+COUNT = struct.Struct("<Q")
+BOX = struct.Struct("<6d")
+"""Boxes in a reply: their number, then left, top, width, height, score and class of each."""
 
 
 pack_order = lru_cache(_CACHED_ORDERS)(TypeAdapter(Order).dump_json)
@@ -99,6 +109,7 @@ def serve(
     alarm_s: float,
     layers: Sequence[str] = (),
     embed: Embed | None = None,
+    detector: Detector | None = None,
 ) -> None:
     """Serve until the process may be out of memory, in at most `memory_bytes` of address space. The
     sandbox has the active `layers` of an earlier process, or by default those that pass a
@@ -111,7 +122,8 @@ def serve(
     entered = LAYERS.dump_json(enter_again(layers) if layers else enter(_rehearse))
     os.dup2(silence, 2)  # C libraries write warnings about images to stderr
     connection.sendall(REPLY.pack(READY, len(entered)) + entered)
-    while _serve(connection, alarm_s, embed):
+    worker = _Work(alarm_s, embed, detector)
+    while _serve(connection, worker):
         pass
 
 
@@ -135,11 +147,53 @@ def _rehearse() -> None:
     rendered.pop()
 
 
-def _serve(connection: socket.socket, alarm_s: float, embed: Embed | None) -> bool:
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What a worker was forked with."""
+
+    alarm_s: float
+    embed: Embed | None
+    detector: Detector | None
+
+    def content(self, image: bytes, packed: bytes) -> bytes | memoryview:
+        """The content of the reply to an order."""
+        order = _unpack_order(packed)
+        if order.spec is None:
+            return render_jpeg(image, order.limits, order.side_px)
+        started = perf_counter()
+        parts, boxes, found = ImageParts(image, order.limits, order.spec.colour), order.boxes, b""
+        if order.find:
+            boxes, found = self._found(parts, order)
+            if not order.embed:
+                return found
+        pixels = parts.pixels(boxes, order.spec)
+        if not order.embed:
+            return pixels.data.cast("B")
+        decode_ms = 1e3 * (perf_counter() - started)
+        return found + np.append(self._embedded(pixels), np.float32(decode_ms)).tobytes()
+
+    def _found(self, parts: ImageParts, order: Order) -> tuple[tuple[Box | None, ...], bytes]:
+        """The whole image and the boxes to search with, and all boxes as in a reply."""
+        assert self.detector is not None
+        upright = parts.part(min_side_px=self.detector.side_px)
+        signal.setitimer(signal.ITIMER_REAL, EMBED_S)
+        found = self.detector.find(upright, order.find)
+        signal.setitimer(signal.ITIMER_REAL, self.alarm_s)  # for the decoding of the parts
+        rows = [BOX.pack(*one.box, one.score, one.kind) for one in found]
+        boxes = (None, *(one.box for one in found[: order.parts]))
+        return boxes, COUNT.pack(len(rows)) + b"".join(rows)
+
+    def _embedded(self, pixels: Images) -> Embeddings:
+        assert self.embed is not None
+        signal.setitimer(signal.ITIMER_REAL, EMBED_S)  # replaces the alarm for decoding
+        return self.embed(pixels)
+
+
+def _serve(connection: socket.socket, work: _Work) -> bool:
     """Answer one request; False if the process must end afterwards."""
     order_bytes, image_bytes = REQUEST.unpack(_receive(connection, REQUEST.size))
-    signal.setitimer(signal.ITIMER_REAL, alarm_s)
-    status, content = _answer(connection, order_bytes, image_bytes, embed)
+    signal.setitimer(signal.ITIMER_REAL, work.alarm_s)
+    status, content = _answer(connection, order_bytes, image_bytes, work)
     sent = connection.sendmsg([REPLY.pack(status, len(content)), content])
     connection.sendall(content[max(0, sent - REPLY.size) :])
     signal.setitimer(signal.ITIMER_REAL, 0)
@@ -147,11 +201,11 @@ def _serve(connection: socket.socket, alarm_s: float, embed: Embed | None) -> bo
 
 
 def _answer(
-    connection: socket.socket, order_bytes: int, image_bytes: int, embed: Embed | None
+    connection: socket.socket, order_bytes: int, image_bytes: int, work: _Work
 ) -> tuple[int, bytes | memoryview]:
     try:
         order, image = _receive(connection, order_bytes), _receive(connection, image_bytes)
-        return DONE, _content(image, order, embed)
+        return DONE, work.content(image, order)
     except ConnectionError:
         raise
     except MemoryError as error:
@@ -161,20 +215,6 @@ def _answer(
     except Exception as error:
         # Whatever it is, this image caused it, so its caller gets the error.
         return REFUSED, pack_error(error)
-
-
-def _content(image: bytes, order: bytes, embed: Embed | None) -> bytes | memoryview:
-    wanted = _unpack_order(order)
-    if wanted.spec is None:
-        return render_jpeg(image, wanted.limits, wanted.side_px)
-    started = perf_counter()
-    pixels = preprocess_parts(image, wanted.spec, wanted.boxes, wanted.limits)
-    if not wanted.embed:
-        return pixels.data.cast("B")
-    assert embed is not None
-    decode_ms = 1e3 * (perf_counter() - started)
-    signal.setitimer(signal.ITIMER_REAL, EMBED_S)  # replaces the alarm for decoding
-    return np.append(embed(pixels), np.float32(decode_ms)).tobytes()
 
 
 def _receive(connection: socket.socket, count: int) -> bytes:

@@ -8,6 +8,7 @@ import contextlib
 import enum
 import math
 import socket
+import struct
 import sys
 import threading
 import time
@@ -20,14 +21,22 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from kinlens.embedder.errors import ImageCostError, KinlensError, SearchError
+from kinlens.embedder.errors import (
+    ImageCostError,
+    InvalidParameterError,
+    KinlensError,
+    SearchError,
+)
 from kinlens.embedder.manifest import Preprocessing
-from kinlens.embedder.preprocess import MAX_SIDE_PX, Box, ImageLimits
+from kinlens.embedder.preprocess import MAX_SIDE_PX, Box, ImageLimits, check_box
 from kinlens.embedder.types import Embeddings
+from kinlens.embedder.views.boxes import FoundBox
 from kinlens.service.concurrency import begin_in_thread
 from kinlens.service.encoding.fork_server import Choice, ForkServer
 from kinlens.service.encoding.sandbox import Layer
 from kinlens.service.encoding.worker import (
+    BOX,
+    COUNT,
     DONE,
     EMBED_S,
     ENDING,
@@ -177,14 +186,37 @@ class Workers:
         count = len(boxes)
 
         def read(content: Pixels) -> tuple[Embeddings, float]:
-            numbers = content.view(np.float32)
-            vectors, decode_ms = numbers[:-1].reshape(count, dim), float(numbers[-1])
-            if not (abs((vectors**2).sum(axis=1) - 1.0) < _OFF_UNIT).all():
-                raise ValueError
-            return vectors, decode_ms if 0 <= decode_ms <= 1e3 * self._timeout_s else 0.0
+            return _vectors_in(content, count, dim)
 
         order = Order(limits, spec, tuple(boxes), embed=True)
         return self._ask(order, data, 4 * (count * dim + 1), read, EMBED_S)
+
+    def find(
+        self,
+        data: bytes,
+        spec: Preprocessing,
+        limits: ImageLimits,
+        most: int,
+        dim: int = 0,
+        parts: int = 0,
+    ) -> tuple[list[FoundBox], Embeddings, float]:
+        """The boxes of up to `most` objects in an image; with `dim`, the unit vectors (1 + n, dim)
+        of the whole image and of the first n boxes, of which there are up to `parts`, and the
+        milliseconds for decoding and finding. The bundle of the fork server must have a detector.
+
+        Raises: ImageError (ImageCostError if the worker was killed or crashed), SearchError if
+            there is no worker.
+        """
+
+        def read(content: Pixels) -> tuple[list[FoundBox], Embeddings, float]:
+            found, rest = _found_in(content.tobytes(), most)
+            if not dim:
+                return found, np.empty((0, 0), np.float32), 0.0
+            return found, *_vectors_in(rest, 1 + min(parts, len(found)), dim)
+
+        order = Order(limits, spec, embed=dim > 0, find=most, parts=parts)
+        max_bytes = COUNT.size + most * BOX.size + 4 * ((1 + parts) * dim + 1)
+        return self._ask(order, data, max_bytes, read, EMBED_S)
 
     def render(self, data: bytes, limits: ImageLimits, side_px: int = MAX_SIDE_PX) -> bytes:
         """Render an image as a JPEG of at most `side_px` a side.
@@ -428,6 +460,31 @@ class _Worker:
                 if received > length or length > len(buffer):
                     raise ValueError
         return REPLY.unpack_from(buffer.data)[0], buffer[REPLY.size : length]
+
+
+def _vectors_in(content: Pixels | bytes, count: int, dim: int) -> tuple[Embeddings, float]:
+    """Unit vectors (count, dim) and milliseconds in a reply. Raises: ValueError."""
+    numbers = np.frombuffer(content, np.float32)
+    vectors, decode_ms = numbers[:-1].reshape(count, dim), float(numbers[-1])
+    if not (abs((vectors**2).sum(axis=1) - 1.0) < _OFF_UNIT).all():
+        raise ValueError
+    return vectors, decode_ms if 0 <= decode_ms < math.inf else 0.0
+
+
+def _found_in(content: bytes, most: int) -> tuple[list[FoundBox], bytes]:
+    """Up to `most` boxes in a reply, and what follows them. Raises: ValueError."""
+    try:
+        [count] = COUNT.unpack_from(content)
+        end = COUNT.size + min(count, most) * BOX.size
+        rows = list(BOX.iter_unpack(content[COUNT.size : end]))
+        found = [FoundBox(check_box(row[:4]), row[4], int(row[5])) for row in rows]
+    except (struct.error, InvalidParameterError, OverflowError) as error:
+        raise ValueError from error
+    if count > most or len(found) != count:
+        raise ValueError
+    if not all(0 <= one.score <= 1 and one.kind >= 0 for one in found):
+        raise ValueError
+    return found, content[end:]
 
 
 def _end(server: ForkServer, workers: set[_Worker]) -> None:

@@ -16,7 +16,13 @@ from kinlens.service.concurrency import begin_in_thread
 from kinlens.service.encoding.fork_server import ForkServer
 from kinlens.service.encoding.model import Backend
 from kinlens.service.encoding.workers import Workers
-from kinlens.service.galleries.locations import Locations, known_bundles, manifest_of, session_of
+from kinlens.service.galleries.locations import (
+    Locations,
+    known_bundles,
+    manifest_of,
+    session_of,
+    vectors_id,
+)
 from kinlens.service.settings import Settings
 
 
@@ -49,7 +55,7 @@ class Bundles:
             raise BundleNotFoundError(
                 "No model bundle was given. Set its folder with --bundle or KINLENS_BUNDLE."
             )
-        known = manifest_of(self._primary).get("bundle_id")
+        known = vectors_id(manifest_of(self._primary))
         return known or Bundle.open(self._primary).bundle_id
 
     def begin(self) -> None:
@@ -78,7 +84,7 @@ class Bundles:
 
     def _start(self, bundle_id: str, precision: str) -> Backend:
         if self._embedder is not None and bundle_id == self._embedder.bundle_id:
-            workers = self._workers or self._started(None, self._session)
+            workers = self._workers or self._started(None, None)
             return Backend(self._embedder, workers, self._embedder.embed)
         session = self._session
         if session.precision == "auto":
@@ -88,7 +94,9 @@ class Bundles:
         if session.device == "cuda":
             embedder = OnnxEmbedder.open(bundle, session, self._limits)
             if embedder.provider == PROVIDERS["cuda"]:
-                return Backend(embedder, self._started(None, session), embedder.embed)
+                with_boxes = bundle if bundle.manifest.boxes else None
+                workers = self._started(with_boxes, None)
+                return Backend(embedder, workers, embedder.embed)
             session = replace(session, device="cpu")
         if session.threads != 1:  # threads of OpenVINO do not survive a fork
             if session.engine == "openvino":
@@ -102,7 +110,7 @@ class Bundles:
         facts = BundleFacts(bundle, choice.provider, self._limits, choice.mode, choice.reason)
         return Backend(facts, workers)
 
-    def _started(self, bundle: Bundle | None, session: SessionSettings) -> Workers:
+    def _started(self, bundle: Bundle | None, session: SessionSettings | None) -> Workers:
         settings = self._settings
         timeout_s = settings.decode_timeout_ms / 1e3
         server = ForkServer(settings.decode_memory_mb, timeout_s, bundle, session)

@@ -291,12 +291,21 @@ def known_bundles(
 ) -> dict[str, tuple[Path, dict[str, str]]]:
     """The folder and the unchecked manifest of each bundle that can be opened, by its id: all
     bundles of the state folder, whatever the names of their folders, and the one of the settings.
+
+    Bundles with the same id differ in attached files alone. The one of the settings comes first,
+    then one with such files.
     """
     folders = [] if state is None else sorted(state.glob("bundles/*"))
     if bundle is not None:
         folders.append(bundle)
     found = [(folder, manifest_of(folder)) for folder in folders if not is_stage(folder)]
-    return {one["bundle_id"]: (folder, one) for folder, one in found if one.get("bundle_id")}
+    found.sort(key=lambda pair: (pair[0] == bundle, "base_id" in pair[1]))
+    return {name: (folder, one) for folder, one in found if (name := vectors_id(one))}
+
+
+def vectors_id(manifest: Mapping[str, str]) -> str | None:
+    """The id of a bundle that galleries carry, from its unchecked manifest; None without one."""
+    return manifest.get("base_id") or manifest.get("bundle_id")
 
 
 def manifest_of(folder: Path) -> dict[str, str]:

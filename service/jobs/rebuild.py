@@ -51,6 +51,7 @@ from kinlens.quality.judging import (
     labelled,
     threshold_of,
 )
+from kinlens.service.galleries.locations import known_bundles
 from kinlens.service.galleries.uploads import UploadFolder
 from kinlens.service.jobs.params import (
     ModelParams,
@@ -235,7 +236,7 @@ def _swap_candidate(context: Context, maker: Job) -> None:
     params = params_of(maker.kind, maker.params)
     assert isinstance(params, ModelParams)
     bundle_id = current_manifest(made.candidate).bundle_id
-    with context.follow(context.folders.bundles / bundle_id[:_BUNDLE_DIGITS]) as follower:
+    with context.follow(_stored(bundle_id, context.folders)) as follower:
         old = follower.gallery
         context.report(
             old={"bundle_id": old.bundle_id}, new={"bundle_id": bundle_id}, swapped=False
@@ -387,9 +388,16 @@ def _swap_in(
     shutil.rmtree(candidate, ignore_errors=True)
 
 
+def _stored(bundle_id: str, folders: JobFolders) -> Path:
+    """The folder of a bundle that a job stored."""
+    known = known_bundles(folders.state, None)
+    return known[bundle_id][0] if bundle_id in known else folders.bundles / bundle_id
+
+
 def store_bundle(bundle: Path, bundles: Path) -> None:
     """Copy a bundle atomically into the bundles of the service. Raises: BundleError; OSError."""
-    target = bundles / Bundle.open(bundle).bundle_id[:_BUNDLE_DIGITS]
+    # With its attached files: another bundle for the same galleries may be there already.
+    target = bundles / Bundle.open(bundle).manifest.bundle_id[:_BUNDLE_DIGITS]
     if target.is_dir():
         Bundle.open(target)
         return

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from kinlens.embedder.bundle import MAP
+from kinlens.embedder.bundle import BOXES, MAP, Bundle, attach
 from kinlens.embedder.decoding.formats import FORMATS
 from kinlens.embedder.errors import GalleryError, ImageError, SourceError, StateError
 from kinlens.embedder.session import FASTER
@@ -63,8 +63,10 @@ def train_gallery(context: Context) -> None:
     context.at("export the bundle", _TRAINED)
     shutil.rmtree(bundle, ignore_errors=True)
     _run([*command, "export", str(run), "--out", str(bundle), *_options(context.plan)])
-    replace_model(context, bundle, params.gate, _EXPORTED)
-    shutil.rmtree(bundle, ignore_errors=True)  # the service has a copy
+    made = _with_detector(context.plan.old_bundle, bundle)
+    replace_model(context, made, params.gate, _EXPORTED)
+    for folder in (bundle, made):
+        shutil.rmtree(folder, ignore_errors=True)  # the service has a copy
     shutil.rmtree(folders.feedback, ignore_errors=True)
     for checkpoint in run.glob("*.pt"):
         checkpoint.unlink()
@@ -80,6 +82,17 @@ def _options(plan: Plan) -> list[str]:
     if plan.session.precision == "fp32":
         return with_map
     return [*with_map, "--precision", plan.session.precision]
+
+
+def _with_detector(old: Path | None, bundle: Path) -> Path:
+    """The bundle in `bundle`, or a copy with the detector that the old bundle has."""
+    opened = None if old is None else Bundle.open(old)
+    if opened is None or opened.manifest.boxes is None:
+        return bundle
+    out = bundle.with_name("bundle-with-boxes")
+    shutil.rmtree(out, ignore_errors=True)
+    attach(Bundle.open(bundle), out, {BOXES: opened.path / BOXES}, boxes=opened.manifest.boxes)
+    return out
 
 
 def _fit(context: Context, params: TrainParams) -> None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 Stage = Literal["cache", "decode", "queue", "embed", "search", "total"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
-CacheKind = Literal["embedding", "answer"]
+CacheKind = Literal["embedding", "boxes", "answer"]
 Level = Literal["local", "redis", "miss", "invalid"]
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -99,8 +99,8 @@ class Metrics:
         )
         self.cache_lookups = self._counter(
             "kinlens_cache_lookups",
-            "Lookups of an `answer` or `embedding`; `level` is the outcome: `local`, `redis`, "
-            "`miss` or `invalid`.",
+            "Lookups of an `answer`, an `embedding` or `boxes`; `level` is the outcome: `local`, "
+            "`redis`, `miss` or `invalid`.",
             "kind",
             "level",
         )

@@ -39,14 +39,14 @@ from kinlens.indexer.types import (
 from kinlens.quality.calibration import Calibrated, Shares, choose
 from kinlens.service.concurrency import DaemonThreads, SearchThreads, too_late, within
 from kinlens.service.encoding.cache import Cache, Lookup, answer_key
-from kinlens.service.encoding.model import Stages, View
+from kinlens.service.encoding.model import Known, Stages, View
 from kinlens.service.encoding.vectors import VectorView
 from kinlens.service.encoding.workers import Vector
 from kinlens.service.galleries.locations import Gallery
 from kinlens.service.galleries.registry import FILTERED, Registry, Served
 from kinlens.service.galleries.view import GalleryView
 from kinlens.service.observe.metrics import Metrics, record_wait, span
-from kinlens.service.search.query import Answer, Found, Query, nearness
+from kinlens.service.search.query import AUTO_BOXES, Answer, Found, Query, nearness
 from kinlens.values import single
 
 _LIMITED = ("The search", "Ask for fewer results or try again in a second.")
@@ -209,11 +209,13 @@ class Pipeline:
                 f"min_probability = {query.min_probability:g} needs probabilities, and this "
                 f"gallery has none ({calibrated.rstrip('.')}). Send min_score instead."
             )
+        query, known, finding = self._with_boxes(served, query, cancel_token)
         key = self._key(served, query, calibrated)
         results, cached = self._cached(served, query, key, version)
-        stages, search_ms, is_cached = Stages(), 0.0, results is not None
+        stages, search_ms, is_cached = finding, 0.0, results is not None
         if results is None:
-            vectors, stages = self._vectors(served, query, cached, cancel_token)
+            vectors, stages = self._vectors(served, query, cached, known, cancel_token)
+            stages = Stages(stages.decode + finding.decode, stages.embed + finding.embed)
             before = time.perf_counter()
             with served.reading(), span("search"):
                 found = find(served, query, vectors, calibrated, self._prior, cancel_token)
@@ -227,6 +229,27 @@ class Pipeline:
         stages = replace(stages, search=search_ms, total=total_ms)
         self._observe(stages)
         return Answer(model.bundle_id, served.name, version, query, results, is_cached, stages)
+
+    def _with_boxes(
+        self, served: Served, query: Query, cancel_token: CancelToken
+    ) -> tuple[Query, Known, Stages]:
+        """The query with the boxes of a detector in place of windows, if the model has one; and
+        what was computed on the way.
+        """
+        autos = {view.digest: view for view in query.images if view.is_auto and view.box is None}
+        model = served.model
+        if not autos or model.embedder.boxes is None:
+            return query, {}, Stages()
+        cached = self._cache.get_all([model.boxes_lookup(view) for view in autos.values()])
+        boxes = dict(zip(autos, cached, strict=True))
+        missing = [view for digest, view in autos.items() if boxes[digest] is None]
+        known, stages = Known(), Stages()
+        if missing:
+            found, known, stages = model.find(
+                missing, AUTO_BOXES, cancel_token.check, is_numbered=query.has_several_images
+            )
+            boxes |= zip((view.digest for view in missing), found, strict=True)
+        return query.with_boxes(boxes), known, stages
 
     def _key(self, served: Served, query: Query, calibrated: Calibrated | str) -> str:
         model, gallery, digest = served.model, served.gallery, query.digest
@@ -266,18 +289,23 @@ class Pipeline:
         served: Served,
         query: Query,
         cached: Sequence[Vector | None],
+        known: Known,
         cancel_token: CancelToken,
     ) -> tuple[list[Vector], Stages]:
-        """The vector of every view; images without a cached vector are decoded and embedded
-        together.
+        """The vector of every view; images without a cached or known vector are decoded and
+        embedded together.
         """
         model, images, stages = served.model, query.images, Stages()
         others = iter([view.vector(model) for view in query.views if not isinstance(view, View)])
+        if known:
+            pairs = zip(images, cached, strict=True)
+            cached = [known.get((view.digest, view.box), vector) for view, vector in pairs]
         missing = [view for view, vector in zip(images, cached, strict=True) if vector is None]
         new: Iterator[Vector] = iter(())
         if missing:
-            has_several = len({view.digest for view in images}) > 1
-            computed, stages = model.compute(missing, cancel_token.check, is_numbered=has_several)
+            computed, stages = model.compute(
+                missing, cancel_token.check, is_numbered=query.has_several_images
+            )
             new = iter(computed)
         embedded = iter([next(new) if vector is None else vector for vector in cached])
         return [

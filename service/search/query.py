@@ -5,7 +5,7 @@ the form that is cached.
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import floor
 from typing import Any, Literal
@@ -16,6 +16,8 @@ from pydantic_core import to_json
 
 from kinlens.embedder.preprocess import Box
 from kinlens.embedder.types import Hit, ItemId
+from kinlens.embedder.views.boxes import FoundBox
+from kinlens.embedder.views.windows import windows
 from kinlens.indexer.checks.duplicates import LEAST_SCORE, near_score
 from kinlens.indexer.filters.tree import Filter
 from kinlens.indexer.gallery import Gallery
@@ -27,6 +29,11 @@ from kinlens.service.encoding.vectors import VectorView
 from kinlens.service.galleries.view import GalleryView
 
 _HITS_OF_A_UNIT = 1_000
+
+AUTO_BOXES = len(windows()) - 1
+"""Boxes of a detector that replace the windows: as many, so a search costs what it was charged
+for before its image was decoded.
+"""
 
 Combine = Literal["mean", "best"]
 Distinct = bool | Literal["near"]
@@ -74,6 +81,24 @@ class Query:
         return [view for view in self.views if isinstance(view, View)]
 
     @property
+    def has_several_images(self) -> bool:
+        """Whether an error has to name the image that it is about."""
+        return len({view.digest for view in self.images}) > 1
+
+    def with_boxes(self, boxes: Mapping[str, Sequence[FoundBox]]) -> "Query":
+        """With the best boxes of an image, by its digest, in place of its windows. An image without
+        boxes is searched for as a whole.
+        """
+        views: list[View | VectorView] = []
+        for view in self.views:
+            if not isinstance(view, View) or not view.is_auto:
+                views.append(view)
+            elif view.box is None:
+                parts = boxes[view.digest][:AUTO_BOXES]
+                views += [view, *(replace(view, box=one.box) for one in parts)]
+        return replace(self, views=tuple(views))
+
+    @property
     def units(self) -> int:
         """Its cost for the rate limit: one unit for each view, and one more for every further 1,000
         hits that each search has to find.
@@ -105,11 +130,13 @@ class Query:
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-def views_of(data: bytes, boxes: Sequence[Box | None] = (), number: int = 1) -> tuple[View, ...]:
+def views_of(
+    data: bytes, boxes: Sequence[Box | None] = (), number: int = 1, is_auto: bool = False
+) -> tuple[View, ...]:
     """The views of one encoded image: one for each box, or the whole image without boxes."""
     digest = hashlib.sha256(data).hexdigest()
     boxes_or_whole: Sequence[Box | None] = boxes or (None,)
-    return tuple([View(data, digest, box, number) for box in boxes_or_whole])
+    return tuple([View(data, digest, box, number, is_auto) for box in boxes_or_whole])
 
 
 def _plain(number: float | None) -> float | None:

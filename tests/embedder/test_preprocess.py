@@ -13,15 +13,15 @@ from kinlens.embedder.fake import FakeEmbedder
 from kinlens.embedder.manifest import Preprocessing
 from kinlens.embedder.preprocess import (
     ImageLimits,
+    ImageParts,
     central_box,
     check_box,
     decode,
     preprocess,
-    preprocess_parts,
     render_jpeg,
     resize_box,
-    windows,
 )
+from kinlens.embedder.views.windows import windows
 from tests.support.odd_images import (
     FORMATS,
     claiming,
@@ -228,7 +228,7 @@ def test_parts_have_the_pixels_that_each_has_alone(
         return load(image)
 
     monkeypatch.setattr(ImageFile.ImageFile, "load", counted)
-    assert np.array_equal(preprocess_parts(data, SPEC, boxes), alone)
+    assert np.array_equal(ImageParts(data).pixels(boxes, SPEC), alone)
     assert len(set(decoded)) <= (4 if kind == "JPEG" else 1)
     assert len(decoded) == len(set(decoded))
 

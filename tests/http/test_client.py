@@ -26,6 +26,7 @@ JOB = "4f2a90c1be77"
 CALLS: dict[str, Callable[[Any], Any]] = {
     "POST /search": lambda c: c.search(b"x"),
     "POST /search/batch": lambda c: c.search_batch([Query(b"x")]),
+    "POST /boxes": lambda c: c.boxes(b"x", gallery="g"),
     "POST /feedback": lambda c: c.feedback("i", "k", "wrong"),
     "GET /galleries/{name}/feedback": lambda c: c.gallery_feedback("g"),
     "GET /galleries": lambda c: c.galleries(),

@@ -7,8 +7,9 @@ import pytest
 from PIL import Image
 from typer.testing import Result
 
-from kinlens.embedder.preprocess import WHOLE, windows
+from kinlens.embedder.preprocess import WHOLE
 from kinlens.embedder.sources.names import printable
+from kinlens.embedder.views.windows import windows
 from kinlens.quality.calibration import GalleryCalibration
 from kinlens.quality.calibrator import Calibrator
 from tests.indexer.conftest import PHOTOS, failure, printed, query, usage

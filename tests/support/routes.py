@@ -17,6 +17,7 @@ _TABLE: dict[tuple[str | None, str], str] = {
     ("search", "service"): "GET /metrics",
     ("search", "items"): """
         GET /access     POST /search    POST /search/batch              POST /feedback
+        POST /boxes
         GET /galleries  GET /galleries/{name}           GET /galleries/{name}/items
         GET /galleries/{name}/items/{item_id}           GET /galleries/{name}/items/{item_id}/image
         GET /galleries/{name}/items/{item_id}/similar

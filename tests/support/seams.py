@@ -40,6 +40,7 @@ from kinlens.service.encoding.fork_server import ForkServer
 from kinlens.service.encoding.model import Batcher
 from kinlens.service.encoding.workers import Workers
 from kinlens.service.galleries.feedback import FeedbackStore, Question
+from kinlens.service.galleries.locations import known_bundles
 from kinlens.service.galleries.uploads import SharedUploads, UploadFolder
 from kinlens.service.http.bodies import Part, parse_form
 from kinlens.service.http.edge import Addresses

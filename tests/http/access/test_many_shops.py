@@ -82,6 +82,7 @@ ASKED: dict[str, list[Body]] = {
             }
         }
     ],
+    "POST /boxes": [lambda aim: form(gallery=aim.gallery), lambda _: form()],
     "POST /feedback": [
         lambda aim: {"json": {"answer_id": aim.answer_id, "item": aim.key, "action": "clicked"}}
     ],

@@ -19,8 +19,9 @@ from kinlens.golden import Label
 from kinlens.quality.golden import GoldenSet, NewQuery
 from kinlens.service.jobs.manager import LOG_PAGE
 from kinlens.service.jobs.params import params_of, plan_of
+from tests.support.detectors import with_detector
 from tests.support.job_shops import JobShop, processes_of, size_of, write_photos
-from tests.support.seams import FeedbackStore, GalleryFolder, Job, Question
+from tests.support.seams import FeedbackStore, GalleryFolder, Job, Question, known_bundles
 from tests.support.waiting import until
 from tests.tiny import encoded, photo
 
@@ -229,6 +230,19 @@ def test_a_training_uses_named_data_and_weights_and_exports_a_map_as_the_old_mod
     assert "--map" in record(shop, job, "exported")
     with pytest.raises(InvalidParameterError, match=r"Known are: .*mobilenet.*TRAINING_WEIGHTS"):
         shop.start("train", overrides={"model.weights": "weights.pth"})
+    shop.close()
+
+
+def test_a_training_keeps_the_detector_of_the_old_model(
+    tmp_path: Path, tiny_bundle: Bundle, new_bundle: Bundle
+) -> None:
+    old = with_detector(tiny_bundle, tmp_path / "old")
+    shop = JobShop(tmp_path / "shop", old, new_bundle)
+    shop.reopen()
+    job = shop.start("train", swap="never")
+    shop.succeeded(job)
+    folder, _ = known_bundles(shop.state, None)[new_bundle.bundle_id]
+    assert Bundle.open(folder).manifest.boxes == old.manifest.boxes
     shop.close()
 
 

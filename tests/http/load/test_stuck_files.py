@@ -39,6 +39,7 @@ IMAGE = {"image": ("x.png", encoded(photo(90)), "image/png")}
 BODIES: dict[str, dict[str, Any]] = {
     "POST /search": {"files": IMAGE},
     "POST /search/batch": {"files": IMAGE},
+    "POST /boxes": {"files": IMAGE},
     "POST /galleries": {"json": {"name": "other"}},
     "PUT /galleries/{name}/items": {
         "json": {"items": [{"key": "new", "data": base64_of(encoded(photo(91)))}]}

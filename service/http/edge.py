@@ -332,17 +332,18 @@ class Compression:
     """gzip for answers of texts above 4 KiB; images are compressed already."""
 
     def __init__(self, app: ASGIApp) -> None:
-        self._plain = app
-        self._compressed = GZipMiddleware(app, minimum_size=4 * 2**10, compresslevel=3)
+        self._app = GZipMiddleware(app, minimum_size=4 * 2**10, compresslevel=3)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app = self._plain
-        if scope["type"] == "http" and accepts_gzip(value := header(scope, b"accept-encoding")):
-            app = self._compressed
-            if "gzip" not in value:  # the middleware looks for this word alone
+        if scope["type"] == "http":
+            value = header(scope, b"accept-encoding")
+            # The middleware looks for the word gzip alone, which is also in `gzip;q=0`. It adds
+            # `Vary` to plain answers too, so that caches tell them from compressed ones.
+            if (is_accepted := accepts_gzip(value)) != ("gzip" in value):
+                coding = b"gzip" if is_accepted else b"identity"
                 others = [each for each in scope["headers"] if each[0] != b"accept-encoding"]
-                scope = {**scope, "headers": [*others, (b"accept-encoding", b"gzip")]}
-        await app(scope, receive, send)
+                scope = {**scope, "headers": [*others, (b"accept-encoding", coding)]}
+        await self._app(scope, receive, send)
 
 
 def _request_id(scope: Scope) -> str:

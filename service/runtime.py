@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import math
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
@@ -91,7 +90,6 @@ class Runtime:
             settings.no_match_prior,
         )
         self.renditions = Renditions(settings, self.search_threads, self.models)
-        self.missing_reported_at = -math.inf  # when an image file was last reported missing
         self.keys = None if state is None else open_keys(state)
         self.audit = None if state is None else AuditLog(state)
         self.jobs = None if state is None else JobManager(settings)

@@ -1,11 +1,9 @@
 """Images of items over HTTP."""
 
 import contextlib
-import time
 from functools import partial
 from typing import Annotated, Any, Literal
 
-import structlog
 from fastapi import APIRouter, Query, Request, Response
 from pydantic import BeforeValidator
 
@@ -23,7 +21,6 @@ Size = Literal[160, 320, 480, 640]
 AS_SIZE = BeforeValidator(lambda text: {str(side): side for side in SIDES_PX}.get(text, text))
 """A validator that converts the text of a query parameter to a size."""
 
-_REPORT_EVERY_S = 30.0
 KEPT = "private, max-age=604800, immutable"
 """`Cache-Control` of thumbnails whose content cannot change."""
 
@@ -78,7 +75,8 @@ for _path, _by, _item in ITEM_PATHS:
             try:
                 data, media_type = await _image(runtime, served, item, size)
             except errors.ImageMissingError as error:
-                _report_missing(runtime, served.name, item.id, error)
+                runtime.metrics.missing_images.labels(served.name).inc()
+                served.report_missing(item.id, error)
                 raise
         return Response(data, media_type=media_type, headers=headers)
 
@@ -102,20 +100,6 @@ async def _image(
         f"{served.name}/{served.gallery.generation}-{item.id}"  # copied folders share a generation
     )
     return await runtime.renditions.get(key, read, size), "image/jpeg"
-
-
-def _report_missing(
-    runtime: Runtime, gallery: str, item_id: int, error: errors.ImageMissingError
-) -> None:
-    """Tell the operator, since visitors only see a placeholder. A page can miss many images: all
-    are counted, and one of them is logged.
-    """
-    runtime.metrics.missing_images.labels(gallery).inc()
-    now = time.monotonic()
-    if now - runtime.missing_reported_at >= _REPORT_EVERY_S:
-        runtime.missing_reported_at = now
-        log = structlog.get_logger()
-        log.warning("image file is missing", gallery=gallery, item=item_id, detail=str(error))
 
 
 def original(served: Served, item: Item) -> bytes:

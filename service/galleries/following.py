@@ -12,6 +12,7 @@ from kinlens.service.settings import Settings
 
 _AT_ONCE = 4
 _LIMIT_S = 60.0  # after it, a long download lets another one begin
+_TEXTS_PER_CLASS = 5  # that are logged until snapshots can be read again
 _JITTER = (0.5, 1.5)  # times the interval, so that many hosts do not read at the same moment
 
 
@@ -53,19 +54,22 @@ class Following:
 
     async def _follow(self, name: str, follower: Follower) -> None:
         log = structlog.get_logger().bind(gallery=name)
-        fault = ""  # as it was reported
+        reported: list[tuple[str, str]] = []  # class and text of faults since the last success
         while True:  # at once, since the copy of an earlier start may be old
             try:
                 if await self._threads.run(name, follower.update, _LIMIT_S):
                     log.info("snapshot followed")
-                if fault:
+                if reported:
                     log.info("snapshots can be read again")
-                fault = ""
+                reported.clear()
             except TimeoutError:
                 pass  # it continues, and the next call waits for it
             except Exception as error:
                 # The boundary of the task: whatever failed, the next snapshot may be readable.
-                if fault != type(error).__name__:
-                    log.warning("snapshot not followed", detail=str(error))
-                fault = type(error).__name__
+                fault = type(error).__name__, str(error)
+                # A text can differ each time, such as one with the name of a temporary file.
+                texts = sum(kind == fault[0] for kind, _ in reported)
+                if fault not in reported and texts < _TEXTS_PER_CLASS:
+                    log.warning("snapshot not followed", detail=fault[1])
+                    reported.append(fault)
             await asyncio.sleep(random.uniform(*_JITTER) * self._interval_s)

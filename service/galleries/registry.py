@@ -33,11 +33,13 @@ from kinlens.embedder.errors import (
     GalleryConflictError,
     GalleryCorruptError,
     GalleryNotFoundError,
+    ImageMissingError,
     ItemNotFoundError,
     KinlensError,
     OverloadedError,
 )
 from kinlens.embedder.session import fitted
+from kinlens.embedder.types import ItemId
 from kinlens.indexer.galleries import MilvusStore
 from kinlens.indexer.gallery import Gallery as IndexedGallery
 from kinlens.quality.calibration import Calibrated
@@ -70,6 +72,7 @@ T = TypeVar("T")
 _SHOWN_NAME = 64
 _CLOSE_S = 5.0
 _READ_S = 10.0
+_REPORT_EVERY_S = 30.0
 _UNKNOWN_AT_ONCE = 16
 _LOCATION_S = 2.0  # a healthy disk or server answers much sooner
 _HANGS = "It continues, and the gallery is served once it is open. Check its disk or server."
@@ -88,13 +91,14 @@ FILTERED = "The key has a filter, and probabilities are calibrated for all items
 
 
 class _Usage:
-    """The leases and running reads of a gallery, shared by all its views."""
+    """The leases, running reads and last report of a gallery, shared by all its views."""
 
     def __init__(self, close: Callable[[], None]) -> None:
         self.close = close
         self.leases = 1  # the registry has the first one while it serves the gallery
         self.reads: dict[object, float] = {}  # start time of each running read
         self.read_at = time.monotonic()  # when the last read ended
+        self.reported_at = -math.inf  # when an image file was last reported missing
         self.lock = threading.Lock()
 
 
@@ -175,6 +179,16 @@ class Served:
         """Remove these images from a shared store if no item uses them; a folder is swept."""
         if self.path is None and self._shared is not None:
             self._shared.discard(sha256s, self.whole.contents)
+
+    def report_missing(self, item_id: ItemId, error: ImageMissingError) -> None:
+        """Log a missing image file, since visitors only see a placeholder. A page can miss many, so
+        one of them is logged every 30 seconds.
+        """
+        if (now := time.monotonic()) - self._usage.reported_at < _REPORT_EVERY_S:
+            return
+        self._usage.reported_at = now
+        log = structlog.get_logger()
+        log.warning("image file is missing", gallery=self.name, item=item_id, detail=str(error))
 
     def check_generation(self, version: str | None, current: str | None = None) -> None:
         """Check that an item id comes from the `current` generation, by default the served one.

@@ -10,8 +10,10 @@ from typing import Any
 
 import httpx
 import pytest
+import structlog
 
 from kinlens.embedder.fake import FakeEmbedder
+from kinlens.indexer.galleries import Follower
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.ingest.build import build_gallery
 from kinlens.indexer.ingest.sources import folder_source
@@ -244,3 +246,37 @@ def test_without_its_store_the_copy_is_served_and_ages(shop, address, follow, tm
         writer.remove(["2.png"])
         publish(shop, address)
         until(lambda: version(again.url) == writer.version)
+
+
+def test_each_fault_of_a_store_is_logged_once_until_it_is_cured(
+    shop, address, follow, monkeypatch
+) -> None:
+    publish(shop, address)
+    service = follow()
+    faults: list[Exception] = []
+    update = Follower.update
+
+    def fail(follower: Follower, **options: Any) -> bool:
+        for fault in faults[:1]:
+            if len(faults) > 1:
+                faults.remove(fault)
+            raise fault
+        return update(follower, **options)
+
+    def logged() -> list[str]:
+        return [each["detail"] for each in events if each["event"] == "snapshot not followed"]
+
+    monkeypatch.setattr(Follower, "update", fail)
+    with structlog.testing.capture_logs() as events:
+        for text in ("the store refuses the key", "the disk is full"):
+            faults[:] = [OSError(text)]
+            until(lambda text=text: logged()[-1:] == [text])
+        assert len(logged()) == 2
+        faults[:] = [OSError(f"file tmp-{number} is missing") for number in range(20)]
+        until(lambda: len(faults) == 1)
+        assert len(logged()) < 10
+        faults.clear()
+        until(lambda: any(each["event"] == "snapshots can be read again" for each in events))
+        faults[:] = [OSError("the disk is full")]
+        until(lambda: logged()[-1] == "the disk is full")
+    assert service.search(encoded(photo(2)), k=1).status_code == 200

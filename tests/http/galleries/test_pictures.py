@@ -3,6 +3,7 @@
 import http.client
 import io
 import json
+import shutil
 import sqlite3
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 import pytest
+import structlog
 from PIL import Image
 
 from kinlens.embedder.fake import FakeEmbedder
@@ -117,6 +119,23 @@ def test_a_changed_or_missing_file_is_404(service, catalogue, photos, change: st
     file.unlink(missing_ok=True)
     file.write_bytes(photos[1])
     assert service.client.get(link).content == photos[1]
+
+
+def test_a_missing_image_of_each_gallery_is_logged(tmp_path, closes, photos) -> None:
+    given = []
+    for name in ("shoes", "bags"):
+        (tmp_path / name).mkdir()
+        for number in (0, 1):
+            (tmp_path / name / f"{number}.png").write_bytes(photos[number])
+        build_gallery(folder_source(tmp_path / name), FakeEmbedder(), tmp_path / f"{name}-gallery")
+        shutil.rmtree(tmp_path / name)
+        given.append(f"{name}={tmp_path / f'{name}-gallery'}")
+    shop = closes(start_shop(tmp_path / "state", create=False, galleries=tuple(given)))
+    with structlog.testing.capture_logs() as events:
+        for target in ("shoes/items/0", "shoes/items/1", "bags/items/0", "bags/items/1"):
+            assert shop.client.get(f"/galleries/{target}/image").status_code == 404
+    missing = [each for each in events if each["event"] == "image file is missing"]
+    assert [each["gallery"] for each in missing] == ["shoes", "bags"]
 
 
 def test_errors_do_not_name_the_gallery_as_its_folder_does(tmp_path, closes, photos) -> None:

@@ -331,7 +331,9 @@ class Settings(BaseSettings):
     """
 
     max_upload_bytes: int = Field(default=20 * 2**20, ge=1)
-    """Bytes of an image; a request may be 64 KiB larger."""
+    """Bytes of an image; a request may be 64 KiB larger. Above 64 MiB, raise the limit of the proxy
+    too.
+    """
 
     request_timeout_ms: int = Field(default=10_000, ge=1)
     """Limit of a search after its body is read, also if its gallery switches to another model

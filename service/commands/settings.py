@@ -24,6 +24,10 @@ PREFIX = "KINLENS_"
 _OTHERS = frozenset({"JOB_ID", "SHARED", "LONG_TESTS", "CHROMIUM"})
 """Variables of jobs and tests, without the prefix."""
 _REMOVED = {
+    "MAX_BATCH_BYTES": "Bodies with several images may have 64 MiB, or "
+    "KINLENS_MAX_UPLOAD_BYTES if that is more. ",
+    "MAX_HELD_BYTES": "Bodies in memory may have 256 MiB, or twice the largest body if that is "
+    "more. ",
     "WORKERS": "To use more cores, run several services behind a proxy, as docs/production.md "
     "shows. ",
 }

@@ -65,16 +65,18 @@ def test_set_variables_are_printed_without_secrets(monkeypatch: pytest.MonkeyPat
 def test_an_unknown_variable_is_a_warning_with_the_nearest_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in ("GALERIES", "XYZZY", "JOB_ID", "SHARED", "WORKERS", "MAX_HELD_BYTES"):
+    names = ("GALERIES", "XYZZY", "JOB_ID", "SHARED", "WORKERS", "MAX_HELD_BYTES", "MAX_MEGAPIXELS")
+    for name in names:
         monkeypatch.setenv(f"KINLENS_{name}", "1")
-    near, fixed, removed, far = unknown_variables()
+    near, at_least, fixed, removed, far = unknown_variables()
     assert near.startswith("KINLENS_GALERIES is no setting and is ignored. Did you mean KINLENS_GA")
-    assert "Its value is always 268,435,456." in fixed
+    assert "256 MiB, or twice the largest body" in at_least
+    assert "Its value is always 64.0." in fixed
     assert "several services behind a proxy" in removed
-    assert "Did you mean" not in fixed + removed + far
+    assert "Did you mean" not in at_least + fixed + removed + far
     report = json.loads(CliRunner().invoke(app, ["check", "--json"]).stdout)
     warned = [found["text"] for found in report["findings"] if found["subject"] == "environment"]
-    assert warned == [near, fixed, removed, far]
+    assert warned == [near, at_least, fixed, removed, far]
 
 
 def test_settings_come_from_the_environment_and_arguments_win(monkeypatch) -> None:

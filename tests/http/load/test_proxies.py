@@ -133,6 +133,7 @@ def test_limits_of_a_proxy_match_the_service(path: Path, names: tuple[str, str, 
     settings, text, (body, idle, answer) = Settings(), path.read_text(), names
     [size] = re.findall(body, text)
     assert int(size) * 1024 == settings.largest_body()
+    assert "KINLENS_MAX_UPLOAD_BYTES" in text
     [kept_s] = re.findall(rf"{idle} (\d+)s", text)
     assert int(kept_s) < KEEP_ALIVE_S
     [waited_s] = re.findall(rf"{answer} (\d+)s", text)

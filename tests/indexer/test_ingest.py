@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 from collections import namedtuple
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import chain
@@ -116,6 +116,27 @@ def test_an_item_whose_file_cannot_be_read_any_more_stays_and_is_reported(
     assert "The gallery keeps" not in reasons["new.jpg"]
     assert gallery.stored(["f.gif"]) == before
     assert (report.unchanged, gallery.size) == (5, 6)
+
+
+def test_an_image_whose_content_is_removed_meanwhile_is_reported(
+    gallery, shop, embedder, monkeypatch
+) -> None:
+    (shop / "copy.gif").write_bytes((shop / "f.gif").read_bytes())
+    contents = gallery.contents
+
+    def overtaken(sha256s: Sequence[str]) -> set[str]:
+        known = contents(sha256s)
+        if known:
+            gallery.remove(["f.gif"])  # as another process may
+        return known
+
+    monkeypatch.setattr(gallery, "contents", overtaken)
+    report = add(gallery, embedder)
+    assert {failure.key for failure in report.failures} == {"copy.gif", "f.gif"}
+    assert all("Run the same command again" in failure.reason for failure in report.failures)
+    assert (report.unchanged, report.embedded) == (5, 0)
+    monkeypatch.undo()
+    assert add(gallery, embedder).added == 2
 
 
 def test_what_does_not_belong_to_the_gallery_is_refused_before_the_work(

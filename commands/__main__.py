@@ -1,16 +1,14 @@
 """The command kinlens-index: build, change, search and maintain galleries."""
 
-from typing import Annotated, Any
+from typing import Any
 
-from kinlens.embedder.machine import print_version, require_faiss
+from kinlens.embedder.machine import require_faiss
 from kinlens.environment import isolate
 from kinlens.installs import missing_package
 
 require_faiss("kinlens-index")
 
 try:
-    import typer
-
     from kinlens.commands import (
         build,
         change,
@@ -23,7 +21,7 @@ try:
         upkeep,
     )
     from kinlens.commands.console import errors_shown
-    from kinlens.embedder.programs.console import Commands
+    from kinlens.embedder.programs.console import Commands, VersionOption, new_program
 except ModuleNotFoundError as missing:
     raise SystemExit(missing_package("kinlens-index", missing, "cpu", "gpu")) from None
 
@@ -36,12 +34,7 @@ class IndexCommands(Commands):
             return super().invoke(ctx)
 
 
-app = typer.Typer(
-    cls=IndexCommands,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
+app = new_program(IndexCommands, no_args_is_help=True)
 for commands in (build, embed, sync, change, search, duplicates, upkeep, transfer):
     app.add_typer(commands.app)
 app.add_typer(golden.app, name="golden", help="Measure a gallery with labelled queries.")
@@ -49,12 +42,7 @@ app.add_typer(golden.app, name="golden", help="Measure a gallery with labelled q
 
 @app.callback()
 def start(
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version", callback=print_version, is_eager=True, help="Print the version and exit."
-        ),
-    ] = False,
+    _version: VersionOption = False,
 ) -> None:
     """Build, change, search and check image galleries."""
 

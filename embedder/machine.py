@@ -6,11 +6,9 @@ import importlib
 import math
 import os
 import platform
-import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from kinlens import __version__
 from kinlens.installs import missing_package
 
 CONTROL_GROUP = Path("/sys/fs/cgroup")
@@ -145,10 +143,3 @@ def _is_installed(package: str) -> bool:
     except PackageNotFoundError:
         return False
     return True
-
-
-def print_version(asked: bool) -> None:
-    """Callback of `--version`: print the version and exit before any other work."""
-    if asked:
-        sys.stdout.write(f"kinlens {__version__}\n")
-        raise SystemExit(0)

@@ -4,10 +4,8 @@ import errno
 import io
 import os
 import sys
-from typing import Annotated
 
 from kinlens.embedder.errors import JobError, KinlensError
-from kinlens.embedder.machine import print_version
 from kinlens.environment import isolate
 from kinlens.installs import missing_package
 
@@ -22,7 +20,7 @@ def _needs(missing: ModuleNotFoundError) -> SystemExit:
 try:
     import typer
 
-    from kinlens.embedder.programs.console import Commands, print_error
+    from kinlens.embedder.programs.console import VersionOption, new_program, print_error
     from kinlens.training.commands.adapt import adapt
     from kinlens.training.commands.attach import attach
     from kinlens.training.commands.data import app as data_app
@@ -31,9 +29,7 @@ try:
 except ModuleNotFoundError as missing:
     raise _needs(missing) from None
 
-app = typer.Typer(
-    cls=Commands, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None
-)
+app = new_program(no_args_is_help=True)
 for command in (adapt, new, fit, evaluate, report, export, attach, crossval, search, tournament):
     app.command()(command)
 app.add_typer(data_app, name="data")
@@ -52,12 +48,7 @@ _ALONE = ("adapt", "attach", "crossval", "evaluate", "export", "search", "tourna
 @app.callback()
 def start(
     context: typer.Context,
-    _version: Annotated[
-        bool,
-        typer.Option(
-            "--version", callback=print_version, is_eager=True, help="Print the version and exit."
-        ),
-    ] = False,
+    _version: VersionOption = False,
 ) -> None:
     """Train an embedding, compare methods, and export a model bundle."""
     alone = context.invoked_subcommand in _ALONE

@@ -1,14 +1,33 @@
-"""The command line that all three programs share: one form of errors, and help that keeps lines."""
+"""The command line that all three programs share: one form of errors, help that keeps lines, and
+`--version`.
+"""
 
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
+from kinlens import __version__
+
 USAGE, FAILURE = 2, 1
 """Exit statuses: the command line is wrong, or what it asked for failed."""
+
+
+def _print_version(asked: bool) -> None:
+    """Print the version and exit before any other work."""
+    if asked:
+        typer.echo(f"kinlens {__version__}")
+        raise SystemExit(0)
+
+
+VersionOption = Annotated[
+    bool,
+    typer.Option(
+        "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+    ),
+]
 
 
 def print_error(message: str) -> None:
@@ -48,6 +67,13 @@ class Commands(TyperGroup):
                 print_error(f"{message}.{path and f' See {path} --help.'}")
             sys.exit(getattr(error, "exit_code", USAGE))
         sys.exit(status if isinstance(status, int) else 0)
+
+
+def new_program(commands: type[Commands] = Commands, **options: Any) -> typer.Typer:
+    """A program, to which its commands are added."""
+    return typer.Typer(
+        cls=commands, rich_markup_mode=None, pretty_exceptions_enable=False, **options
+    )
 
 
 def _keep_examples(command: Any) -> None:

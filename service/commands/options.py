@@ -14,14 +14,12 @@ import typer
 from pydantic import ValidationError
 
 from kinlens.embedder.errors import KinlensError, StateError, disk_fault, is_disk_full
-from kinlens.embedder.programs.console import Commands, print_error
+from kinlens.embedder.programs.console import new_program, print_error
 from kinlens.embedder.programs.faults import fault_text, path_of
 from kinlens.service.commands.settings import EXAMPLE, PREFIX, settings, variables
 from kinlens.service.settings import Settings
 
-app = typer.Typer(
-    cls=Commands, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
-)
+app = new_program(add_completion=False)
 app.command(epilog=EXAMPLE)(settings)
 
 State = Annotated[

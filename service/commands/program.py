@@ -3,7 +3,7 @@
 Without a command it serves a bundle and its galleries.
 """
 
-from kinlens.embedder.machine import print_version, require_faiss
+from kinlens.embedder.machine import require_faiss
 from kinlens.installs import missing_package
 
 require_faiss("kinlens-serve")
@@ -13,6 +13,7 @@ try:
 
     import typer
 
+    from kinlens.embedder.programs.console import VersionOption
     from kinlens.service.app import create_app
     from kinlens.service.commands import backup, check, feedback, options
     from kinlens.service.commands.options import app
@@ -32,12 +33,7 @@ _EXAMPLE = "Example: kinlens-serve --bundle bundles/shop --gallery shop=gallerie
 @options.with_shared
 def serve(
     context: typer.Context,
-    _version: Annotated[
-        bool,
-        typer.Option(
-            "--version", callback=print_version, is_eager=True, help="Print the version and exit."
-        ),
-    ] = False,
+    _version: VersionOption = False,
     **given: Any,
 ) -> None:
     """Serve a model bundle and its galleries over HTTP, with a search page.

@@ -14,6 +14,7 @@ from kinlens.embedder.errors import CheckpointError, JobError
 from kinlens.embedder.sources.tables import PRODUCT
 from kinlens.training.commands.jobs import (
     TRAIN_IT,
+    Data,
     Overrides,
     Verbose,
     load_images,
@@ -35,9 +36,7 @@ _STAMP = "adapt.json"
 
 
 def adapt(
-    data: Annotated[
-        Path, typer.Option(help="Your images: a folder for each product, or an images.csv.")
-    ],
+    data: Data,
     out: Annotated[Path, typer.Option(help="Bundle folder to write.")],
     backbone: Annotated[
         str, typer.Option(help="Network, also timm:NAME; its weights do not change.")

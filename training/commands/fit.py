@@ -12,6 +12,7 @@ from kinlens.embedder.errors import JobError
 from kinlens.training.commands.jobs import (
     AllowPartial,
     ChooseByTest,
+    Data,
     JobName,
     Overrides,
     Verbose,
@@ -79,9 +80,7 @@ def fit(
 
 
 def new(
-    data: Annotated[
-        Path, typer.Option(help="Your images: a folder for each product, or an images.csv.")
-    ],
+    data: Data,
     out: Annotated[Path, typer.Option(help="Job file to write.")] = Path("job.toml"),
     weights: Annotated[
         str, typer.Option(help='"imagenet", the path of a weight file, or a bundle to continue.')

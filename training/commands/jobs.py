@@ -25,6 +25,9 @@ _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 TRAIN_IT = "Set protocol.alpha=0.25, or train with `kinlens-train fit shop`."
 
 JobName = Annotated[str, typer.Argument(help=f"TOML file, or {known_jobs()}.")]
+Data = Annotated[
+    Path, typer.Option(help="Your images: a folder for each product, or an images.csv.")
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", help="Change a setting of the job: table.key=value. Repeatable."),

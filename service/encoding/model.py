@@ -285,45 +285,15 @@ class Model:
         check: Callable[[], object] = lambda: None,
         *,
         is_numbered: bool = False,
+        is_cached: bool = True,
     ) -> tuple[Embeddings, Stages]:
         """Compute the vectors (N, D) of N > 0 `views`, several at the same time, and cache them.
         `check` is called before each image. With `is_numbered` an error names the image.
 
+        A few parts of one image go to one worker, which decodes it once.
+
         Raises: ImageError, SearchError, BundleError, what `check` raises.
         """
-        vectors, stages = self._computed(views, check, is_numbered)
-        for view, vector in zip(views, vectors, strict=True):
-            self._cache.set(self._key(view.digest, view.box), encode_vector(vector))
-        return first_numbers(vectors, self.dim), stages
-
-    async def encode(self, data: bytes, digest: str, kind: BulkKind = "write") -> Vector:
-        """The vector (D,) of the image `data` with sha256 `digest`, as a bulk call of this `kind`.
-
-        Raises: ImageError, SearchError, BundleError.
-        """
-        view = View(data, digest)
-
-        def work() -> Vector:
-            vector = self._cache.get(self.lookup(view))
-            return self.compute([view])[0][0] if vector is None else vector
-
-        async with self._search_threads.bulk_limit(kind):
-            return await self._search_threads.run(work, bulk=True)
-
-    async def _infer(self) -> Vector:
-        view = View(self._reference_image, "")
-        work = partial(self._computed, [view])
-        vectors, _ = await self._search_threads.run(work, urgent=True, bulk=True)
-        vector: Vector = vectors[0]
-        return vector
-
-    def _computed(
-        self,
-        views: Sequence[View],
-        check: Callable[[], object] = lambda: None,
-        is_numbered: bool = False,
-    ) -> tuple[Embeddings, Stages]:
-        """A few parts of one image go to one worker, which decodes it once."""
         started = time.perf_counter()
         images: dict[str, list[int]] = {}
         for position, view in enumerate(views):
@@ -349,7 +319,31 @@ class Model:
         vectors[[position for order in orders for position in order]] = found
         total_ms = (time.perf_counter() - started) * 1e3
         decode_ms = min(decode_ms, total_ms)  # several images are decoded at the same time
-        return vectors, Stages(decode_ms, total_ms - decode_ms)
+        if is_cached:
+            for view, vector in zip(views, vectors, strict=True):
+                self._cache.set(self._key(view.digest, view.box), encode_vector(vector))
+        return first_numbers(vectors, self.dim), Stages(decode_ms, total_ms - decode_ms)
+
+    async def encode(self, data: bytes, digest: str, kind: BulkKind = "write") -> Vector:
+        """The vector (D,) of the image `data` with sha256 `digest`, as a bulk call of this `kind`.
+
+        Raises: ImageError, SearchError, BundleError.
+        """
+        view = View(data, digest)
+
+        def work() -> Vector:
+            vector = self._cache.get(self.lookup(view))
+            return self.compute([view])[0][0] if vector is None else vector
+
+        async with self._search_threads.bulk_limit(kind):
+            return await self._search_threads.run(work, bulk=True)
+
+    async def _infer(self) -> Vector:
+        view = View(self._reference_image, "")
+        work = partial(self.compute, [view], is_cached=False)
+        vectors, _ = await self._search_threads.run(work, urgent=True, bulk=True)
+        vector: Vector = vectors[0]
+        return vector
 
     def _each(
         self,

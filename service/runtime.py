@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import structlog
 
-from kinlens.embedder.errors import GalleryNotFoundError
+from kinlens.embedder.errors import GalleryNotFoundError, StateMissingError
 from kinlens.embedder.session import Embedder, ModelFacts
 from kinlens.indexer.gallery import Gallery as IndexedGallery
 from kinlens.service.access.audit import AuditLog
@@ -37,6 +37,7 @@ from kinlens.service.redis import SharedRedis
 from kinlens.service.search.pipeline import Pipeline, RecallSampler
 from kinlens.service.settings import Settings
 
+P = TypeVar("P")
 T = TypeVar("T")
 _WRITERS = 4
 _WRITERS_PER_GALLERY = 2  # a catalogue has one writer at a time; the other prepares its write
@@ -208,6 +209,21 @@ class Runtime:
             work = partial(_watched, served, limit_s, work)
         async with within(limit_s, f"Reading {what}"):
             return await self.pools[pool].run(work, subject=subject)
+
+    async def in_state(self, subject: str, part: P | None, work: Callable[[P], T]) -> T:
+        """Run `work` with a part of the state folder in a thread, within the request timeout.
+        `subject` is its file, which may hang.
+
+        Raises: StateMissingError without the part, DeadlineExceededError, OverloadedError; what
+            `work` raises.
+        """
+        if part is None:
+            raise StateMissingError(
+                "The service has no state folder for keys, jobs and the audit log. Start it with "
+                "--state DIR."
+            )
+        what = f"or changing {subject[:1].lower()}{subject[1:]}"
+        return await self.read(what, partial(work, part), "state", subject=subject)
 
     async def change(self, served: Served, work: Callable[[], T]) -> T:
         """Run `work`, a change of a gallery, within the request timeout.

@@ -1,16 +1,14 @@
 """Feedback over HTTP: judgements of users about items of answers, and their export."""
 
 import hashlib
-from collections.abc import Callable
-from functools import partial
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, HTTPException, Query, Request, Response
 from pydantic import Field
 
 from kinlens.embedder import errors
 from kinlens.models import Action, FeedbackCounts
-from kinlens.service.api.galleries import FAILURES, Service
+from kinlens.service.api.galleries import FAILURES, Service, stored_item
 from kinlens.service.api.requests import Strict, read_form
 from kinlens.service.galleries.feedback import IMAGE_PX, FeedbackStore, Question, as_csv
 from kinlens.service.http import bodies
@@ -19,10 +17,10 @@ from kinlens.service.http.openapi import body_docs, inlined, problems
 from kinlens.service.http.rules import Route, rule
 from kinlens.service.runtime import Runtime
 
-T = TypeVar("T")
 _MAX_ANSWER_ID = 8_192  # the key of an item has up to 1,024 characters of 4 bytes each
 _MAX_KEY = 1_024
 _CSV = "text/csv"
+_SUBJECT = "The feedback"
 
 
 class FeedbackModel(Strict):
@@ -70,15 +68,13 @@ async def feedback(runtime: Service, request: Request) -> None:
     sent, image = await _read(request)
     question = store.question(sent.answer_id)
     async with runtime.registry.find(question.gallery) as served:
-        read = partial(served.gallery.stored, [sent.item])
-        stored = await runtime.read("the item", read, served=served)
-    if sent.item not in stored:
-        raise errors.ItemNotFoundError(
-            f"Gallery {question.gallery} has no item {sent.item[:200]!r}. Send the key of an item "
-            "of the answer; it may have been removed since."
-        )
+        await stored_item(runtime, served, sent.item)  # it may have been removed since
     stored_image = b"" if image is None else await _stored_image(runtime, question, image)
-    if await _in_state(runtime, lambda: store.add(question, sent.item, sent.action, stored_image)):
+
+    def add(store: FeedbackStore) -> bool:
+        return store.add(question, sent.item, sent.action, stored_image)
+
+    if await runtime.in_state(_SUBJECT, store, add):
         runtime.metrics.feedback.labels(sent.action).inc()
 
 
@@ -107,19 +103,13 @@ async def gallery_feedback(
     async with runtime.registry.find(name):
         pass  # raises for an unknown gallery
     if kind == "csv":
-        text = await _in_state(runtime, lambda: as_csv(store.pairs(name)))
+        text = await runtime.in_state(_SUBJECT, store, lambda store: as_csv(store.pairs(name)))
         return Response(text, media_type=_CSV)
 
-    def count() -> FeedbackCounts:
+    def count(store: FeedbackStore) -> FeedbackCounts:
         return FeedbackCounts(**store.counts(name), pairs=len(store.pairs(name)))
 
-    return await _in_state(runtime, count)
-
-
-async def _in_state(runtime: Runtime, work: Callable[[], T]) -> T:
-    """Run `work` on the feedback in a thread of the state folder."""
-    what = "or writing the feedback"
-    return await runtime.read(what, work, "state", subject="The feedback")
+    return await runtime.in_state(_SUBJECT, store, count)
 
 
 def _store_of(runtime: Runtime) -> FeedbackStore:

@@ -210,8 +210,9 @@ async def create(
 async def delete(runtime: Service, request: Request, name: str) -> None:
     """Delete a gallery that the service created, with its items and uploaded images."""
     await runtime.managed.delete(name)
-    clear = partial(forget, runtime.settings, runtime.feedback, name)
-    forgotten = await runtime.read("the feedback", clear, "state", subject="The feedback")
+    forgotten = await runtime.in_state(
+        "The feedback", runtime.settings, lambda settings: forget(settings, runtime.feedback, name)
+    )
     if forgotten or runtime.feedback is not None:
         note(request.scope["state"], target=f"{forgotten} feedbacks")
 

@@ -53,13 +53,7 @@ class _Caller:
 
     async def read(self, work: Callable[[JobManager], T], subject: str = "The table of jobs") -> T:
         """Raises: StateMissingError, DeadlineExceededError, OverloadedError; what `work` raises."""
-        manager = self._runtime.jobs
-        if manager is None:
-            raise errors.StateMissingError(
-                "The service has no state folder for jobs. Start it with --state DIR."
-            )
-        call = partial(work, manager)
-        return await self._runtime.read("or changing the jobs", call, "state", subject=subject)
+        return await self._runtime.in_state(subject, self._runtime.jobs, work)
 
     async def change(
         self, work: Callable[[JobManager], Job], subject: str = "The table of jobs"

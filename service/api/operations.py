@@ -162,13 +162,8 @@ async def audit(
     ] = None,
 ) -> Audit:
     """The changes in this service and the attempts that were refused with 403, newest first."""
-    log = runtime.audit
-    if log is None:
-        raise errors.StateMissingError(
-            "The service has no state folder for an audit log. Start it with --state DIR."
-        )
-    found = await runtime.read(
-        "the audit log", lambda: log.newest(limit, before), "state", subject="The audit log"
+    found = await runtime.in_state(
+        "The audit log", runtime.audit, lambda log: log.newest(limit, before)
     )
     return Audit(entries=found)
 
@@ -272,14 +267,7 @@ async def metrics(runtime: Service) -> Response:
 
 async def _changed(runtime: Runtime, work: Callable[[KeyStore], T]) -> T:
     """Run `work` on the key store in a thread, since it may wait for the lock of the file."""
-    store = runtime.keys
-    if store is None:
-        raise errors.StateMissingError(
-            "The service has no state folder for keys. Start it with --state DIR."
-        )
-    return await runtime.read(
-        "or writing the keys", lambda: work(store), "state", subject="The file of keys"
-    )
+    return await runtime.in_state("The file of keys", runtime.keys, work)
 
 
 def _with_text(store: KeyStore, text: str) -> NewKey:

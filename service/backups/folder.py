@@ -12,7 +12,6 @@ written to a temporary folder and renamed at the end.
 """
 
 import contextlib
-import hashlib
 import shutil
 import sqlite3
 import time
@@ -24,7 +23,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ValidationError
 
-from kinlens.embedder.bundle import Bundle
+from kinlens.embedder.bundle import Bundle, sha256_of
 from kinlens.embedder.durable import make_folder, rename, staged, sync_tree
 from kinlens.embedder.errors import GalleryError, KinlensError, StateError, disk_errors_as
 from kinlens.indexer.galleries import (
@@ -36,11 +35,11 @@ from kinlens.indexer.galleries import (
 )
 from kinlens.indexer.types import Progress
 from kinlens.quality.golden import GoldenSet
-from kinlens.service.access.keys import KeyStore
+from kinlens.service.access.keys import KEYS_FILE, KeyStore
 from kinlens.service.galleries.bundles import Bundles
 from kinlens.service.galleries.locations import Locations, known_bundles
 from kinlens.service.galleries.uploads import UploadFolder
-from kinlens.service.jobs.store import JobStore
+from kinlens.service.jobs.store import JOBS_FILE, JobStore
 from kinlens.service.settings import REPLICAS, Settings
 
 LAST = ".last-backup.json"
@@ -51,8 +50,6 @@ SUMS = "SHA256SUMS"
 
 _STEP = "service backup"
 _PART = ".kinlens-backup-"
-_JOBS = "service.sqlite"
-_KEYS = "keys.json"
 _FOLDERS = ("feedback", "jobs")  # in the state folder, copied whole
 _COPIED_SEPARATELY = ("galleries", "bundles")
 _SQLITE_SUFFIXES = ("-wal", "-shm", "-journal")
@@ -157,7 +154,7 @@ def _write(settings: Settings, out: Path, on_progress: Progress) -> Backup:
             _copy_tree(folder, stage / "bundles" / bundle_id, on_progress)
         if settings.state is not None:
             _save_state(settings.state, stage / "state", on_progress)
-        sums = {path: _digest(stage / path) for path in _listed(stage)}
+        sums = {path: sha256_of(stage / path) for path in _listed(stage)}
         report = Backup(
             created_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
             kinlens=version("kinlens"),
@@ -167,7 +164,7 @@ def _write(settings: Settings, out: Path, on_progress: Progress) -> Backup:
             damaged=tuple(path for path, digest in sums.items() if _is_damaged(path, digest)),
         )
         (stage / REPORT).write_text(report.model_dump_json(indent=2) + "\n", encoding="utf-8")
-        sums[REPORT] = _digest(stage / REPORT)
+        sums[REPORT] = sha256_of(stage / REPORT)
         lines = [f"{digest}  {path}\n" for path, digest in sorted(sums.items())]
         (stage / SUMS).write_text("".join(lines), encoding="utf-8")
         sync_tree(stage, _STEP)
@@ -188,7 +185,7 @@ def check(backup: Path, on_progress: Progress) -> Backup:
             raise StateError(f"{file} is not in {SUMS}, so it does not belong here. {_CURE}")
         if path not in found:
             raise StateError(f"{file} is missing. {_CURE}")
-        if _digest(file) != sums[path]:
+        if sha256_of(file) != sums[path]:
             raise StateError(f"{file} is damaged: its sha256 differs from {SUMS}. {_CURE}")
         on_progress(file.stat().st_size)
     try:
@@ -203,8 +200,8 @@ def check(backup: Path, on_progress: Progress) -> Backup:
         GoldenSet(_gallery_in(backup, gallery.name)).check()
     for bundle in report.bundles:
         Bundle.open(backup / "bundles" / bundle.bundle_id)
-    if (backup / "state" / _KEYS).is_file():
-        KeyStore(backup / "state" / _KEYS).list()
+    if (backup / "state" / KEYS_FILE).is_file():
+        KeyStore(backup / "state" / KEYS_FILE).list()
     for file in (backup / "state").glob("*.sqlite"):
         _check_database(file)
     return report
@@ -234,7 +231,7 @@ def restore(backup: Path, state: Path, on_progress: Progress) -> Backup:
             _copy_parts(report, backup, stage, on_progress)
             sync_tree(stage, _STEP)
         with disk_errors_as(StateError, target, partly, "The folder"):
-            for part in sorted(stage.iterdir(), key=lambda part: part.name == _KEYS):
+            for part in sorted(stage.iterdir(), key=lambda part: part.name == KEYS_FILE):
                 rename(part, state / part.name, _STEP)
     return report
 
@@ -311,9 +308,9 @@ def _save_state(state: Path, target: Path, on_progress: Progress) -> None:
         else:
             with contextlib.suppress(FileNotFoundError):  # it has just been removed
                 _copy(file, copy, on_progress)
-    if (target / _JOBS).is_file():
-        JobStore(target / _JOBS).fail_active(_INTERRUPTED)
-        with _database(target / _JOBS) as connection:
+    if (target / JOBS_FILE).is_file():
+        JobStore(target / JOBS_FILE).fail_active(_INTERRUPTED)
+        with _database(target / JOBS_FILE) as connection:
             connection.execute("PRAGMA journal_mode = DELETE")
 
 
@@ -389,11 +386,6 @@ def _sums(backup: Path) -> dict[str, str]:
             raise StateError(f"{file} is damaged at the line {line[:80]!r}. {_CURE}")
         sums[path] = digest
     return sums
-
-
-def _digest(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def _is_damaged(path: str, digest: str) -> bool:

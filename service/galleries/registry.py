@@ -360,13 +360,6 @@ class Registry:
         binding = CALLER.get()
         return [name for name in self._served if binding.permits(name)]
 
-    def closed(self) -> dict[str, str]:
-        """The fault of each of the caller's galleries that cannot be opened."""
-        binding = CALLER.get()
-        return {
-            name: why for name, why in self.failures.verdicts().items() if binding.permits(name)
-        }
-
     def galleries(self) -> dict[str, Opened]:
         """All galleries by name, also before `start`. Requests must use `lease` instead."""
         served = {name: served.whole for name, served in self._served.items()}
@@ -402,7 +395,8 @@ class Registry:
         """The result of `describe` for each gallery, and the names of galleries that did not answer
         in time, failed, or have not been opened.
         """
-        silent = set(self.closed()) - set(self._served)
+        closed = self.failures.verdicts().keys() - self._served.keys()
+        silent = {*filter(CALLER.get().permits, closed)}
 
         async def ask(name: str) -> list[T]:
             try:

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kinlens.service.access.links import PREFIX, forwarded_prefix, public_path
 from kinlens.service.access.rates import Account
 from kinlens.service.http.bodies import header
-from kinlens.service.observe.metrics import Metrics, trace_fields
+from kinlens.service.observe.metrics import PROBES, Metrics, trace_fields
 from kinlens.service.problems import (
     BAD_REQUEST,
     HEAD_TOO_LARGE,
@@ -55,7 +55,6 @@ _IDS = random.Random()  # ids are not secrets, and this needs no system call per
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _HOST = re.compile(r"(\[[^\]]+\]|[^:\[\]]+)(:\d+)?")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
-_PROBES = frozenset({"/live", "/ready", "/startup", "/metrics"})
 SECURITY_HEADERS = {
     # No inline script or style, no other host. The page shows images that it made itself (blob:).
     "Content-Security-Policy": (
@@ -178,7 +177,7 @@ class Edge:
         given = ", ".join(Headers(scope=scope).getlist("host"))
         match = _HOST.fullmatch(given)
         is_known = ANY_HOST in self._hosts or (match and match[1].lower() in self._hosts)
-        is_probe = scope["method"] in _READ and scope["path"] in _PROBES
+        is_probe = scope["method"] in _READ and scope["path"] in PROBES
         control = _CONTROL.search(scope["path"])
         if (refusal := _refusal_of_head(scope)) is not None:
             kind, text = refusal

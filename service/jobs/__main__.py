@@ -15,7 +15,7 @@ from kinlens.service.jobs.rebuild import (
     swap_gallery,
     sync_gallery,
 )
-from kinlens.service.jobs.store import JobFolders, JobStore, reason_of
+from kinlens.service.jobs.store import JOBS_FILE, JobFolders, JobStore, reason_of
 from kinlens.service.jobs.train import train_gallery
 
 WORK: Mapping[JobKind, Callable[[Context], None]] = {
@@ -35,7 +35,7 @@ def run_job(state: Path, job_id: str) -> int:
     Raises: StateError, JobNotFoundError.
     """
     os.nice(_NICE)
-    store = JobStore(state / "service.sqlite")
+    store = JobStore(state / JOBS_FILE)
     folders = JobFolders(state, job_id)
     job = store.get(job_id)
     plan = Plan.model_validate_json(folders.plan.read_bytes())

@@ -30,7 +30,7 @@ from kinlens.models import JobLog, JobOptions
 from kinlens.service.concurrency import begin_in_thread, too_late
 from kinlens.service.galleries.locations import Locations, known_bundles
 from kinlens.service.jobs.params import Params, Plan, SwapParams, options_of, params_of, plan_of
-from kinlens.service.jobs.store import RESUMABLE, Job, JobFolders, JobStore, reason_of
+from kinlens.service.jobs.store import JOBS_FILE, RESUMABLE, Job, JobFolders, JobStore, reason_of
 from kinlens.service.settings import Settings
 
 LOG_PAGE = 64 * 1024
@@ -66,7 +66,7 @@ class JobManager:
             )
         self._state = settings.state.absolute()
         self._settings = settings
-        self.store = JobStore(self._state / "service.sqlite")
+        self.store = JobStore(self._state / JOBS_FILE)
         self._stopped = threading.Event()
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="jobs", daemon=True)

@@ -28,6 +28,7 @@ RESUMABLE: tuple[JobKind, ...] = (*HEAVY, "sync")
 TOTAL = 1000
 """The value of `done` at the end of every job: progress is counted in per mille."""
 
+JOBS_FILE = "service.sqlite"
 _BUSY_S = 10.0
 _ID_DIGITS = 12
 _TABLE = """

@@ -37,7 +37,9 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5
 _BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
 _RECALLS = (0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 1.0)
 _METHODS = frozenset(HTTPMethod)
-_PROBES = frozenset({"/live", "/ready", "/startup", "/metrics"})
+PROBES = frozenset({"/live", "/ready", "/startup", "/metrics"})
+"""Paths that orchestrators and monitoring call."""
+
 _EXPORT_S = 5.0
 _NOTHING = contextlib.nullcontext()
 _tracer = get_tracer("kinlens")  # uses the provider of the process once it is set
@@ -213,7 +215,7 @@ class Tracing:
         }
         if self.provider is not None:
             config["tracer_provider"] = self.provider
-            config["exclude"] = lambda scope: scope.get("path") in _PROBES
+            config["exclude"] = lambda scope: scope.get("path") in PROBES
         return config
 
     async def close(self) -> None:

@@ -1,8 +1,9 @@
 """Renditions: JPEGs of item images for display, rendered in decoding processes and cached."""
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -12,7 +13,7 @@ from kinlens.embedder.errors import (
     ImageError,
     ItemNotFoundError,
 )
-from kinlens.embedder.preprocess import MAX_SIDE_PX
+from kinlens.embedder.preprocess import MAX_SIDE_PX, ImageLimits
 from kinlens.indexer.images import ANY_SIZE
 from kinlens.service.concurrency import BoundedPool, SearchThreads, SingleFlight, within
 from kinlens.service.encoding.cache import LruCache
@@ -36,8 +37,7 @@ class Renditions:
     def __init__(self, settings: Settings, search_threads: SearchThreads, models: Models) -> None:
         self._search_threads = search_threads
         self._models = models
-        # The limits of uploads except for bytes: the file is already stored.
-        self._limits = replace(settings.image_limits(), max_bytes=ANY_SIZE.max_bytes)
+        self._limits = limits_of_stored(settings.image_limits())
         at_once = max(1, settings.search_threads // 2)
         self._slots = asyncio.Semaphore(at_once)
         self._permits = BoundedPool("rendering", at_once, settings.waiting_files())
@@ -65,26 +65,44 @@ class Renditions:
             return await self._flights.run(key, lambda: self._render(key, read, side_px))
 
     async def _render(self, key: str, read: Callable[[], Awaitable[bytes]], side_px: int) -> bytes:
-        try:
-            with self._permits.permit():
-                async with self._slots:
-                    data = await read()
-                    workers = self._models.workers()[0]
-                    to_jpeg = partial(workers.render, data, self._limits, side_px)
-                    jpeg = await self._search_threads.run(to_jpeg, bulk=True)
-        except ImageCostError as error:
-            now = time.monotonic()
-            self._costly = {name: until for name, until in self._costly.items() if until > now}
-            self._costly[key] = now + _PAUSE_S
-            raise _too_costly() from error
-        except ImageError as error:
-            raise ItemNotFoundError(f"The image of this item cannot be shown: {error}") from error
+        with of_stored_image():
+            try:
+                with self._permits.permit():
+                    async with self._slots:
+                        data = await read()
+                        workers = self._models.workers()[0]
+                        to_jpeg = partial(workers.render, data, self._limits, side_px)
+                        jpeg = await self._search_threads.run(to_jpeg, bulk=True)
+            except ImageCostError:
+                now = time.monotonic()
+                self._costly = {name: until for name, until in self._costly.items() if until > now}
+                self._costly[key] = now + _PAUSE_S
+                raise
         self._cache.set(key, jpeg)
         return jpeg
 
 
+def limits_of_stored(limits: ImageLimits) -> ImageLimits:
+    """The limits of uploads except for bytes: the file is already stored."""
+    return replace(limits, max_bytes=ANY_SIZE.max_bytes)
+
+
+@contextlib.contextmanager
+def of_stored_image() -> Iterator[None]:
+    """Raise image errors of the block as errors of a stored image, which the client did not send.
+
+    Raises: ItemNotFoundError if it cannot be decoded, DeadlineExceededError if that costs too much.
+    """
+    try:
+        yield
+    except ImageCostError as error:
+        raise _too_costly() from error
+    except ImageError as error:
+        raise ItemNotFoundError(f"The image of this item cannot be decoded: {error}") from error
+
+
 def _too_costly() -> DeadlineExceededError:
     return DeadlineExceededError(
-        "Rendering the image exceeded the limit of time or memory. Try again in a minute, or put "
-        "the item again with a smaller image."
+        "Decoding the image of the item exceeded the limit of time or memory. Try again in a "
+        "minute, or put the item again with a smaller image."
     )

@@ -1,27 +1,19 @@
 """Where a hit matches its query: how much each image region contributes to the score."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kinlens.embedder.errors import (
-    DeadlineExceededError,
-    GalleryConflictError,
-    ImageCostError,
-    ImageError,
-    InvalidParameterError,
-    ItemNotFoundError,
-)
+from kinlens.embedder.errors import GalleryConflictError, InvalidParameterError
 from kinlens.embedder.explain import shares
 from kinlens.embedder.types import SHORT, Embeddings
-from kinlens.indexer.images import ANY_SIZE
 from kinlens.indexer.types import combined_query, weighted_mean
 from kinlens.models import ExplainAnswer, QueryShares
 from kinlens.service.concurrency import SearchThreads, within
 from kinlens.service.encoding.model import View
 from kinlens.service.galleries.registry import Served
+from kinlens.service.galleries.renditions import limits_of_stored, of_stored_image
 from kinlens.service.search.pipeline import CancelToken
 from kinlens.service.search.query import Query
 
@@ -113,17 +105,10 @@ def _combined(
 
 
 def _decoded(served: Served, image: bytes) -> NDArray[np.uint8]:
-    """The pixels of an item's image, without the upload limit on bytes: it is stored already."""
+    """The pixels of an item's image."""
     embedder = served.model.embedder
-    limits = replace(embedder.limits, max_bytes=ANY_SIZE.max_bytes)
-    try:
+    limits = limits_of_stored(embedder.limits)
+    with of_stored_image():
         decoded = served.model.workers.decode(image, embedder.preprocessing, limits)
-    except ImageCostError as error:
-        raise DeadlineExceededError(
-            "Decoding the image of the item exceeded the limit of time or memory. Put the item "
-            "again with a smaller image."
-        ) from error
-    except ImageError as error:
-        raise ItemNotFoundError(f"The image of this item cannot be read: {error}") from error
     pixels: NDArray[np.uint8] = decoded[0]
     return pixels

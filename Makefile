@@ -4,7 +4,8 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 UV     := $(BIN)/uv
-PIP    := $(UV) pip install --python $(BIN)/python --constraint constraints.txt
+CONSTRAINTS ?= --constraint constraints.txt
+PIP    := $(UV) pip install --python $(BIN)/python $(CONSTRAINTS)
 
 # If it is set, each of a hundred processes compiles torch again, which takes ten seconds.
 unexport PYTHONDONTWRITEBYTECODE

@@ -40,7 +40,7 @@ from kinlens.training.losses.proxy_anchor import (
 )
 from kinlens.training.losses.softmax import ArcFaceLoss, ProxyNCALoss, SoftTripleLoss
 from kinlens.training.losses.triplet import MarginLoss, TripletLoss
-from kinlens.training.own import forget_files, register
+from kinlens.training.parts.own import forget_files, register
 from kinlens.training.regularizers.base import Regularizer
 from kinlens.training.regularizers.determinant import DeterminantRegularizer
 from kinlens.training.regularizers.flows import NICE, ConditionalGlow, RealNVP

@@ -14,7 +14,7 @@ from kinlens.training.config.job import Job, parse_job
 from kinlens.training.folder import UNTRAINED, replacing
 from kinlens.training.models.backbones import State
 from kinlens.training.models.embedding import EmbeddingNet
-from kinlens.training.own import is_own, require_sources, source_sha256
+from kinlens.training.parts.own import is_own, require_sources, source_sha256
 
 FILE = "checkpoint.pt"
 BEST = "best.pt"

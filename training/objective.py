@@ -12,10 +12,10 @@ from torch.utils.checkpoint import checkpoint
 from kinlens.embedder.errors import JobError
 from kinlens.training.config.job import Job
 from kinlens.training.distributed import gather
-from kinlens.training.fields import OwnRegularizer
 from kinlens.training.losses.matryoshka import matryoshka
 from kinlens.training.losses.table import build_loss
 from kinlens.training.models.embedding import EmbeddingNet
+from kinlens.training.parts.fields import OwnRegularizer
 from kinlens.training.regularizers.base import Regularizer
 from kinlens.training.regularizers.shares import Shares
 from kinlens.training.regularizers.table import build_regularizer

@@ -21,7 +21,7 @@ from kinlens.training.models.embedding import EmbeddingNet
 from kinlens.training.models.from_bundle import new_network
 from kinlens.training.models.stages import stages_of
 from kinlens.training.objective import Objective, TrainingStep
-from kinlens.training.own import require_sources, sources_of
+from kinlens.training.parts.own import require_sources, sources_of
 
 _PROGRESS = (
     "epoch", "step", "history", "evaluated", "best_epoch", "best_score", "trunk",

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kinlens.training.fields import Flow
+from kinlens.training.parts.fields import Flow
 from kinlens.training.regularizers import determinant
 from kinlens.training.regularizers.determinant import (
     DeterminantRegularizer,

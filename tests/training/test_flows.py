@@ -14,7 +14,7 @@ from zuko.transforms import (
     Transform,
 )
 
-from kinlens.training.fields import Flow
+from kinlens.training.parts.fields import Flow
 from kinlens.training.regularizers.flows import Chain, ConditionalGlow, build_flow
 
 KINDS = ["real_nvp", "nice", "glow"]

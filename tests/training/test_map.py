@@ -11,8 +11,8 @@ from kinlens.embedder.manifest import Preprocessing
 from kinlens.rendered.catalogue import render_view
 from kinlens.training.bundles.map import EmbeddingMap, check_map
 from kinlens.training.config.settings import Model
-from kinlens.training.fields import Flow, Options
 from kinlens.training.models.embedding import EmbeddingNet, torch_embed
+from kinlens.training.parts.fields import Flow, Options
 
 RESNET = "timm:test_resnet.r160_in1k"
 VIT = "timm:test_vit.r160_in1k"

@@ -22,7 +22,7 @@ from kinlens.training import (
 )
 from kinlens.training.commands.jobs import job_of
 from kinlens.training.evaluation.structure import require_distinct
-from kinlens.training.own import register, source_sha256
+from kinlens.training.parts.own import register, source_sha256
 from tests.training.jobs import small_job
 
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ from kinlens.embedder.errors import JobError
 from kinlens.training.config.job import Job, load_job
 from kinlens.training.config.layers import names_of
 from kinlens.training.config.settings import BACKBONE_NAMES
-from kinlens.training.own import is_own
+from kinlens.training.parts.own import is_own
 
 _OF_STEPS = ("loss", "regularizers", "sampling", "optimizer", "model.hidden")
 _TABLES = {"model", "start", "input", "sampling", "optimizer", "protocol", "runtime"}

@@ -37,8 +37,8 @@ from kinlens.training.config.settings import (
     Sampling,
     Start,
 )
-from kinlens.training.fields import Count, Options, OwnRegularizer, Section, options_of
-from kinlens.training.own import absolute_path, is_own, own_part, own_paths
+from kinlens.training.parts.fields import Count, Options, OwnRegularizer, Section, options_of
+from kinlens.training.parts.own import absolute_path, is_own, own_part, own_paths
 
 
 class Loss(Section):

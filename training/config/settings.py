@@ -13,8 +13,8 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from kinlens.embedder.errors import JobError
 from kinlens.embedder.manifest import Aspect, Interpolation, Preprocessing
-from kinlens.training.fields import OR_OWN, Section
-from kinlens.training.own import OWN_PATH, is_own
+from kinlens.training.parts.fields import OR_OWN, Section
+from kinlens.training.parts.own import OWN_PATH, is_own
 
 
 def _as_list(value: Any) -> Any:

@@ -25,7 +25,7 @@ from kinlens.training.data.images import ImageFiles, Index, Item, batches, build
 from kinlens.training.data.records import LabelledImages, content_digest
 from kinlens.training.distributed import local_world
 from kinlens.training.models.embedding import EmbeddingNet, evaluating
-from kinlens.training.own import source_sha256
+from kinlens.training.parts.own import source_sha256
 
 Vectors = NDArray[np.float32]
 Computed = Callable[[int, int], None]

@@ -30,7 +30,7 @@ from kinlens.embedder.preprocess import (
 )
 from kinlens.training.config.settings import Input, Runtime
 from kinlens.training.data.records import LabelledImages
-from kinlens.training.own import own_part
+from kinlens.training.parts.own import own_part
 
 Item = tuple[Tensor, Tensor]
 Index = tuple[int, int, int]

@@ -18,7 +18,7 @@ from torch.utils.data import Sampler
 from kinlens.embedder.errors import JobError
 from kinlens.training.config.job import Job
 from kinlens.training.data.images import Index
-from kinlens.training.own import is_own, own_part
+from kinlens.training.parts.own import is_own, own_part
 
 Numbers = NDArray[np.int64]
 

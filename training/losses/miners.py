@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kinlens.training.own import is_own, own_part
+from kinlens.training.parts.own import is_own, own_part
 
 _NEAREST, _FARTHEST = 0.5, 1.4
 """Bounds of the distances from which `distance_weighted` draws, those of the authors' code."""

@@ -10,9 +10,9 @@ from typing import Literal
 from torch import Tensor
 from torch.nn import functional as F
 
-from kinlens.training.fields import Cosine, NotNegative, Positive
 from kinlens.training.losses.base import MetricLoss, log_1p_sum_exp, log_sum_exp
 from kinlens.training.losses.miners import Pairs, all_pairs, hard_pairs
+from kinlens.training.parts.fields import Cosine, NotNegative, Positive
 
 Mining = Literal["all", "hard"]
 

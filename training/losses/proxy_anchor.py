@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from kinlens.training.fields import Positive
 from kinlens.training.losses.base import ProxyLoss, log_1p_sum_exp
+from kinlens.training.parts.fields import Positive
 
 
 class ProxyAnchorLoss(ProxyLoss):

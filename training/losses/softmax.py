@@ -11,8 +11,8 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
-from kinlens.training.fields import Count, NotNegative, Positive
 from kinlens.training.losses.base import ProxyLoss, check_labels, log_sum_exp
+from kinlens.training.parts.fields import Count, NotNegative, Positive
 
 
 class ProxyNCALoss(ProxyLoss):

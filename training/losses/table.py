@@ -21,7 +21,6 @@ from typing import Any
 
 from torch import nn
 
-from kinlens.training.fields import Section
 from kinlens.training.losses.base import MetricLoss, ProxyLoss
 from kinlens.training.losses.pairs import (
     BinomialDevianceLoss,
@@ -37,7 +36,8 @@ from kinlens.training.losses.proxy_anchor import (
 )
 from kinlens.training.losses.softmax import ArcFaceLoss, ProxyNCALoss, SoftTripleLoss
 from kinlens.training.losses.triplet import MarginLoss, TripletLoss
-from kinlens.training.own import is_own, own_part
+from kinlens.training.parts.fields import Section
+from kinlens.training.parts.own import is_own, own_part
 
 LOSSES: dict[str, type[MetricLoss]] = {
     "contrastive": ContrastiveLoss,

@@ -5,9 +5,9 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor, nn
 
-from kinlens.training.fields import OR_OWN, NotNegative, Positive
 from kinlens.training.losses.base import MetricLoss
 from kinlens.training.losses.miners import all_pairs, mine
+from kinlens.training.parts.fields import OR_OWN, NotNegative, Positive
 
 
 class TripletLoss(MetricLoss):

@@ -22,7 +22,7 @@ from kinlens.embedder.errors import CheckpointError, JobError
 from kinlens.training.config.job import expand_path
 from kinlens.training.config.settings import TIMM
 from kinlens.training.models.bn_inception import CHANNELS, BNInception
-from kinlens.training.own import is_own, own_part
+from kinlens.training.parts.own import is_own, own_part
 
 State = dict[str, Tensor]
 

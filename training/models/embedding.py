@@ -16,7 +16,6 @@ from torch.nn import functional as F
 from kinlens.embedder.errors import JobError
 from kinlens.embedder.types import Embeddings
 from kinlens.training.config.settings import Model, Pooling
-from kinlens.training.fields import Options
 from kinlens.training.models.backbones import (
     BATCH_NORMS,
     TimmTrunk,
@@ -26,6 +25,7 @@ from kinlens.training.models.backbones import (
     normalization_of,
 )
 from kinlens.training.models.stages import stages_of
+from kinlens.training.parts.fields import Options
 from kinlens.training.regularizers.flows import Chain, FlowOutput, build_flow
 
 GEM_START = 3.0

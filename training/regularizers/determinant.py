@@ -8,7 +8,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kinlens.training.fields import Count, Flow, NotNegative
+from kinlens.training.parts.fields import Count, Flow, NotNegative
 from kinlens.training.regularizers.base import Regularizer
 from kinlens.training.regularizers.flows import FlowOutput, build_flow
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kinlens.training.fields import Flow
+from kinlens.training.parts.fields import Flow
 
 
 class FlowOutput(NamedTuple):

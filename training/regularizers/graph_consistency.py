@@ -6,8 +6,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from kinlens.training.fields import Positive
 from kinlens.training.losses.base import MetricLoss
+from kinlens.training.parts.fields import Positive
 from kinlens.training.regularizers.base import Regularizer
 
 

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from kinlens.training.fields import Positive
 from kinlens.training.losses.base import MetricLoss
+from kinlens.training.parts.fields import Positive
 from kinlens.training.regularizers.base import Regularizer
 
 _EPS = 1e-8

@@ -6,8 +6,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from kinlens.training.fields import Count, Positive
 from kinlens.training.losses.base import ProxyLoss
+from kinlens.training.parts.fields import Count, Positive
 from kinlens.training.regularizers.base import Regularizer
 from kinlens.training.regularizers.flows import ConditionalGlow, FlowOutput
 

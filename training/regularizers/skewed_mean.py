@@ -9,8 +9,8 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kinlens.training.fields import Finite, Positive
 from kinlens.training.losses.base import MetricLoss, ProxyLoss
+from kinlens.training.parts.fields import Finite, Positive
 from kinlens.training.regularizers.base import Regularizer
 
 _SMALLEST_DISTANCE = 1e-3  # nearer centres do not push: the formulas' gradients are infinite there

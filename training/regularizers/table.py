@@ -6,8 +6,8 @@ parameters except `dim`, the length of an embedding.
 
 import inspect
 
-from kinlens.training.fields import Options, OwnRegularizer
-from kinlens.training.own import own_part
+from kinlens.training.parts.fields import Options, OwnRegularizer
+from kinlens.training.parts.own import own_part
 from kinlens.training.regularizers.base import Regularizer
 from kinlens.training.regularizers.determinant import DeterminantRegularizer
 from kinlens.training.regularizers.graph_consistency import GraphConsistencyRegularizer

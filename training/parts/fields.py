@@ -15,7 +15,7 @@ from pydantic import (
     model_validator,
 )
 
-from kinlens.training.own import is_own
+from kinlens.training.parts.own import is_own
 
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]

@@ -24,7 +24,8 @@ from kinlens.indexer.types import Entry, Ids, Scores, SearchOptions
 from tests.indexer.conftest import Run
 from tests.indexer.oracle import BUNDLE, bitmap, clumped, units
 from tests.support.fake_gpu import SETTINGS, Device, fake_gpu
-from tests.support.seams import Effort, SegmentIndex, plan_compaction, plan_index, recall_at
+from tests.support.recall import recall_at
+from tests.support.seams import Effort, SegmentIndex, plan_compaction, plan_index
 from tests.support.waiting import until
 
 N, DIM = 6000, 32

@@ -15,7 +15,8 @@ from kinlens.indexer.live.backup import restore_backup
 from kinlens.indexer.types import Entry, SearchOptions
 from tests.indexer.conftest import generation_of, printed
 from tests.indexer.oracle import BUNDLE, clumped
-from tests.support.seams import recall_at, write_backup
+from tests.support.recall import recall_at
+from tests.support.seams import write_backup
 
 N, DIM = 3000, 64
 VECTORS = clumped(N + 600, DIM)

@@ -18,13 +18,13 @@ from kinlens.indexer.index.plan import IndexSettings, Plan
 from kinlens.indexer.types import GalleryExport, Ids, Scores
 from tests.indexer.conftest import segment_of
 from tests.indexer.oracle import bitmap, clumped, entry, units
+from tests.support.recall import recall_at
 from tests.support.seams import (
     Effort,
     Segment,
     SegmentIndex,
     import_gallery,
     plan_index,
-    recall_at,
     tune,
 )
 

@@ -16,7 +16,7 @@ from kinlens.indexer.index.gpu import GpuThread
 from kinlens.indexer.index.index_types import Effort
 from kinlens.indexer.index.plan import plan_compaction, plan_index
 from kinlens.indexer.index.segment import Segment
-from kinlens.indexer.index.tune import recall_at, tune
+from kinlens.indexer.index.tune import tune
 from kinlens.indexer.ingest.build import import_gallery
 from kinlens.indexer.ingest.embed import EmbedSettings
 from kinlens.indexer.ingest.rebuild import adopt

@@ -114,7 +114,7 @@ def _trunk(shared: Path, out: Path) -> Path:
 def _detector(file: Path | None, bundle: Bundle) -> Detector | None:
     """The detector in `file`, or that of the bundle, as `kinlens-train attach` describes it."""
     if file is None:
-        return Detector.open(bundle)
+        return Detector.open(bundle) if bundle.manifest.boxes else None
     block, _ = describe_detector(file, bundle.golden_images(), Given())
     return Detector(Network(file), block)
 

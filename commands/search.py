@@ -20,11 +20,13 @@ from kinlens.commands.options import (
     grouped,
 )
 from kinlens.embedder import explain as where
+from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.calibration import CANDIDATES
 from kinlens.embedder.errors import ItemNotFoundError, SourceError
 from kinlens.embedder.preprocess import Box, check_box, decode
 from kinlens.embedder.session import fitted, read_pixels
 from kinlens.embedder.types import Embeddings, Hit
+from kinlens.embedder.views.boxes import auto_parts
 from kinlens.embedder.views.windows import windows
 from kinlens.indexer.filters.text import parse_filter
 from kinlens.indexer.gallery import Gallery
@@ -85,8 +87,9 @@ def search(
         str | None,
         typer.Option(
             metavar="auto|L,T,W,H",
-            help="For a busy photo, auto: search with the whole image and with parts of it. Or one "
-            "part: left,top,width,height as fractions of the image.",
+            help="For a busy photo, auto: search with the whole image and with parts of it, the "
+            "boxes of a detector if the bundle has one. Or one part: left,top,width,height as "
+            "fractions of the image.",
         ),
     ] = None,
     vector: Annotated[
@@ -156,7 +159,8 @@ def search(
     Exits with 1 if no query has a result.
     """
     _check_usage(image, bundle, vector, like, unlike, crop)
-    boxes, is_auto = _boxes(crop), crop == AUTO
+    is_auto = crop == AUTO
+    boxes: list[Box | None] = [None] if crop is None or is_auto else [_box(crop)]
     embedder = model.open(bundle) if bundle else None
     wanted = SearchOptions(
         where=parse_filter(where) if where else None,
@@ -183,7 +187,13 @@ def search(
             wanted = replace(wanted, exclude=chosen)
         elif image and embedder:
             embedder = fitted(store, embedder)
-            queries = embedder.embed(read_pixels(image, embedder, boxes)[1])
+            data, pixels = read_pixels(image, embedder, boxes)
+            if is_auto:
+                boxes = [None, *windows()[1:]]
+                if bundle and embedder.boxes:
+                    boxes = auto_parts(Bundle.open(bundle), data, embedder.limits)
+                pixels = read_pixels(image, embedder, boxes)[1]
+            queries = embedder.embed(pixels)
         else:
             queries = read_vectors(vector or Path()).astype(np.float32)
         names = facets.split(",") if facets else []
@@ -269,12 +279,7 @@ def _check_usage(
         raise typer.BadParameter("--crop needs --image.")
 
 
-def _boxes(crop: str | None) -> list[Box | None]:
-    """The parts of the image to search with; None is the whole image."""
-    if crop is None:
-        return [None]
-    if crop == AUTO:
-        return [None, *windows()[1:]]
+def _box(crop: str) -> Box:
     try:
         sides = [float(side) for side in crop.split(",")]
     except ValueError as error:
@@ -282,7 +287,7 @@ def _boxes(crop: str | None) -> list[Box | None]:
             f"--crop {crop!r:.80} is neither auto nor left,top,width,height as fractions of the "
             "image, such as 0.1,0.2,0.5,0.5."
         ) from error
-    return [check_box(sides)]
+    return check_box(sides)
 
 
 def _best(

@@ -21,7 +21,8 @@ from kinlens.embedder.bundle import BOXES, Bundle
 from kinlens.embedder.engines.models import SessionSettings, create_session
 from kinlens.embedder.errors import BundleCorruptError, BundleError
 from kinlens.embedder.manifest import BoxesFile, BoxesLayout
-from kinlens.embedder.preprocess import Box
+from kinlens.embedder.preprocess import Box, ImageLimits, ImageParts
+from kinlens.embedder.views.windows import windows
 
 Numbers = NDArray[np.float64]
 Outputs = Mapping[str, NDArray[Any]]
@@ -29,6 +30,11 @@ Outputs = Mapping[str, NDArray[Any]]
 
 MOST_BOXES = 16
 """Number of boxes that an image has at most."""
+
+AUTO_BOXES = len(windows()) - 1
+"""Boxes that a search with `auto` uses: as many as windows, so its cost is known before the image
+is decoded.
+"""
 
 _SAME_OVERLAP = 0.6
 """Two boxes with more in common (intersection over union) are of one object."""
@@ -103,10 +109,15 @@ class Detector:
         self._network = network
 
     @classmethod
-    def open(cls, bundle: Bundle) -> "Detector | None":
-        """The detector of a bundle; None if it has none. Raises: BundleCorruptError."""
+    def open(cls, bundle: Bundle) -> "Detector":
+        """The detector of a bundle. Raises: BundleError if it has none or it cannot be loaded."""
         block = bundle.manifest.boxes
-        return None if block is None else cls(Network(bundle.path / BOXES), block)
+        if block is None:
+            raise BundleError(
+                f"The bundle {bundle.path} has no detector. Attach one with kinlens-train attach "
+                f"{bundle.path} --boxes detector.onnx."
+            )
+        return cls(Network(bundle.path / BOXES), block)
 
     @property
     def side_px(self) -> int:
@@ -143,6 +154,16 @@ class Detector:
             scaled = values * np.float32(block.scale / 255)
             values = (scaled - np.array(block.mean, np.float32)) / np.array(block.std, np.float32)
         return self._network.run(values)
+
+
+def auto_parts(bundle: Bundle, data: bytes, limits: ImageLimits) -> list[Box | None]:
+    """The parts of an encoded image to search with: the whole image, and the best boxes that the
+    detector of the bundle finds. Raises: BundleError, ImageError.
+    """
+    detector = Detector.open(bundle)
+    image = ImageParts(data, limits, bundle.manifest.preprocessing.colour)
+    upright = image.part(min_side_px=detector.side_px)
+    return [None, *(one.box for one in detector.find(upright, AUTO_BOXES))]
 
 
 @dataclass(frozen=True, slots=True)

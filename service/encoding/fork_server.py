@@ -201,7 +201,8 @@ def main() -> None:
     try:
         if bundle:
             opened = _opened(*bundle)
-            detector = Detector.open(opened)
+            if opened.manifest.boxes is not None:
+                detector = Detector.open(opened)
             if settings is not None:
                 model = OnnxEmbedder.open(opened, SessionSettings(**settings))
                 choice = Choice(model.mode, model.provider, model.precision_reason)

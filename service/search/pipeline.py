@@ -27,6 +27,7 @@ from kinlens.embedder.errors import (
     KinlensError,
 )
 from kinlens.embedder.types import Embeddings, Hit, ItemId
+from kinlens.embedder.views.boxes import AUTO_BOXES
 from kinlens.indexer.gallery import Gallery as IndexedGallery
 from kinlens.indexer.types import (
     Group,
@@ -46,7 +47,7 @@ from kinlens.service.galleries.locations import Gallery
 from kinlens.service.galleries.registry import FILTERED, Registry, Served
 from kinlens.service.galleries.view import GalleryView
 from kinlens.service.observe.metrics import Metrics, record_wait, span
-from kinlens.service.search.query import AUTO_BOXES, Answer, Found, Query, nearness
+from kinlens.service.search.query import Answer, Found, Query, nearness
 from kinlens.values import single
 
 _LIMITED = ("The search", "Ask for fewer results or try again in a second.")

@@ -16,8 +16,7 @@ from pydantic_core import to_json
 
 from kinlens.embedder.preprocess import Box
 from kinlens.embedder.types import Hit, ItemId
-from kinlens.embedder.views.boxes import FoundBox
-from kinlens.embedder.views.windows import windows
+from kinlens.embedder.views.boxes import AUTO_BOXES, FoundBox
 from kinlens.indexer.checks.duplicates import LEAST_SCORE, near_score
 from kinlens.indexer.filters.tree import Filter
 from kinlens.indexer.gallery import Gallery
@@ -29,11 +28,6 @@ from kinlens.service.encoding.vectors import VectorView
 from kinlens.service.galleries.view import GalleryView
 
 _HITS_OF_A_UNIT = 1_000
-
-AUTO_BOXES = len(windows()) - 1
-"""Boxes of a detector that replace the windows: as many, so a search costs what it was charged
-for before its image was decoded.
-"""
 
 Combine = Literal["mean", "best"]
 Distinct = bool | Literal["near"]

@@ -138,8 +138,9 @@ def test_a_bundle_keeps_its_id_for_galleries(tiny_bundle: Bundle, tmp_path: Path
     assert made.bundle_id == tiny_bundle.bundle_id == made.manifest.base_id
     assert made.manifest.bundle_id != tiny_bundle.bundle_id
     assert made.manifest.computed_id() == made.manifest.bundle_id
-    assert Detector.open(made) is not None
-    assert Detector.open(tiny_bundle) is None
+    assert Detector.open(made).block == made.manifest.boxes
+    with pytest.raises(BundleError, match=r"has no detector\. Attach one with kinlens-train"):
+        Detector.open(tiny_bundle)
     other = with_detector(made, tmp_path / "two", "yolo")
     assert other.bundle_id == tiny_bundle.bundle_id
     assert other.manifest.bundle_id != made.manifest.bundle_id

@@ -5,14 +5,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from typer.testing import Result
+from typer.testing import CliRunner, Result
 
+from kinlens.commands.__main__ import app
+from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.preprocess import WHOLE
 from kinlens.embedder.sources.names import printable
 from kinlens.embedder.views.windows import windows
 from kinlens.quality.calibration import GalleryCalibration
 from kinlens.quality.calibrator import Calibrator
 from tests.indexer.conftest import PHOTOS, failure, printed, query, usage
+from tests.support.detectors import bright_photo, with_detector
 from tests.support.market import CALIBRATION
 from tests.tiny import photo
 
@@ -90,6 +93,19 @@ def test_the_search_command_passes_on_its_options(run, built, shop, vectors) -> 
     assert run("add", built, shop, "--bundle", "b").exit_code == 0
     assert found(run(*ask, "-k", "2")) == ["f.gif", "copy.gif"]
     assert "copy.gif" not in found(run(*ask, "-k", "2", "--distinct"))
+
+
+def test_the_boxes_of_a_detector_are_the_parts_of_a_busy_photo(
+    tiny_bundle: Bundle, tiny_gallery: Path, tmp_path: Path
+) -> None:
+    image, bundle = tmp_path / "busy.png", with_detector(tiny_bundle, tmp_path / "bundle")
+    image.write_bytes(bright_photo((1, 1)))
+    ask = ["search", str(tiny_gallery), "--image", str(image), "--crop", "auto", "--json"]
+    with_boxes = CliRunner().invoke(app, [*ask, "--bundle", str(bundle.path)])
+    without = CliRunner().invoke(app, [*ask, "--bundle", str(tiny_bundle.path)])
+    [crops], [others] = printed(with_boxes)["crops"], printed(without)["crops"]
+    assert {str(crop) for crop in crops} <= {"None", "[0.2375, 0.475, 0.275, 0.525]"}
+    assert len({str(crop) for crop in others} - {"None"}) > 1
 
 
 def test_a_busy_photo_is_searched_by_parts_that_are_named(run, built, shop, tmp_path) -> None:

@@ -40,9 +40,7 @@ def test_the_layout_of_a_detector_is_recognized(
     assert (block.layout, block.width_px, block.height_px) == (layout, SIDE, SIDE)
     assert (block.labels, block.scale) == (LABELS, WHITE.get(layout, 1))
     assert made.bundle_id == tiny_bundle.bundle_id
-    detector = Detector.open(made)
-    assert detector is not None
-    best = detector.find(decode(bright_photo((1, 1))))[0]
+    best = Detector.open(made).find(decode(bright_photo((1, 1))))[0]
     assert best.box == pytest.approx((0.2375, 0.475, 0.275, 0.525), abs=1e-4)
 
 

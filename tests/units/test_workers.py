@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import io
 import itertools
 import os
 import shutil
@@ -14,16 +15,23 @@ from typing import Any
 import numpy as np
 import pytest
 import structlog
+from PIL import Image
 
 from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.engines.models import SessionSettings
-from kinlens.embedder.errors import CorruptImageError, ImageCostError, SearchError
+from kinlens.embedder.errors import (
+    BundleMismatchError,
+    CorruptImageError,
+    ImageCostError,
+    SearchError,
+)
 from kinlens.embedder.manifest import FP32, Mode
-from kinlens.embedder.preprocess import ImageLimits
+from kinlens.embedder.preprocess import ImageLimits, preprocess
 from kinlens.embedder.session import OnnxEmbedder
 from kinlens.service.settings import Settings
+from tests.support.detectors import bright_photo, with_detector
 from tests.support.hostile import START, attempt
-from tests.support.odd_images import FORMATS
+from tests.support.odd_images import FORMATS, turned
 from tests.support.own_process import children, own_process
 from tests.support.seams import ForkServer, Workers, spawn
 from tests.support.servers import Running, create_app, run, workers_of
@@ -96,6 +104,53 @@ def test_vectors_are_those_of_this_process_bit_for_bit(tiny_bundle, monkeypatch,
         assert workers.restarts == 0
         [pid] = workers.pids
         assert len(list(Path(f"/proc/{pid}/task").iterdir())) == threads
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_one_worker_finds_boxes_and_embeds_them(tiny_bundle, tmp_path, threads: int) -> None:
+    bundle = with_detector(tiny_bundle, tmp_path / "bundle")
+    spec, dim, limits = bundle.manifest.preprocessing, bundle.manifest.dim, ImageLimits()
+    with Image.open(io.BytesIO(bright_photo((1, 1)))) as image:
+        photos = [turned(image, "JPEG", orientation) for orientation in (1, 6)]
+    with running(bundle, threads=threads) as workers:
+        for data in photos:
+            found, vectors, decode_ms = workers.find(data, spec, limits, 16, dim, 4)
+            assert found[0].box == pytest.approx((0.2375, 0.475, 0.275, 0.525), abs=1e-4)
+            assert (len(found), vectors.shape, decode_ms > 0) == (1, (2, dim), True)
+            for part, vector in zip((None, found[0].box), vectors, strict=True):
+                assert np.array_equal(vector, vector_of(bundle, data, part))
+            alone, nothing, _ = workers.find(data, spec, limits, 16)
+            assert (alone, nothing.size) == (found, 0)
+            with pytest.raises(CorruptImageError):
+                workers.find(data[:-400], spec, limits, 16, dim, 4)
+        assert workers.restarts == 0
+
+
+def test_workers_without_the_model_have_the_detector_alone(tiny_bundle, tmp_path) -> None:
+    """As next to a model on a GPU; and a bundle without a detector loads none."""
+    bundle = with_detector(tiny_bundle, tmp_path / "bundle")
+    spec, limits, data = bundle.manifest.preprocessing, ImageLimits(), bright_photo((1, 1))
+    workers = Workers(ForkServer(1024, 30.0, bundle), 30.0, 4)
+    with contextlib.closing(workers):
+        workers.start()
+        [found] = workers.find(data, spec, limits, 16)[0]
+        assert found.box == pytest.approx((0.2375, 0.475, 0.275, 0.525), abs=1e-4)
+        decoded = workers.decode(data, spec, limits, [None, found.box])
+        assert np.array_equal(decoded[1], preprocess(data, spec, box=found.box))
+    with running(tiny_bundle) as workers:
+        with pytest.raises(RuntimeError, match="AssertionError"):
+            workers.find(data, spec, limits, 16)
+        assert workers.restarts == 0
+
+
+def test_a_replaced_detector_is_refused(tiny_bundle, tmp_path) -> None:
+    """Its boxes would be cached under the description of the first."""
+    path = with_detector(tiny_bundle, tmp_path / "bundle").path
+    bundle = Bundle.open(path)
+    shutil.rmtree(path)
+    with_detector(tiny_bundle, path, "yolo")
+    with pytest.raises(BundleMismatchError, match="has become the bundle"), running(bundle):
+        pass
 
 
 def test_openvino_answers_in_a_forked_process(tiny_bundle) -> None:

@@ -46,8 +46,8 @@ SIGNER: ContextVar[Key | None] = ContextVar("kinlens_signer", default=None)
 """The key that signs the image links of a request."""
 
 _OWN = frozenset((
-    "access", "admin", "audit", "docs", "feedback", "galleries", "jobs", "keys", "live", "metrics",
-    "openapi.json", "ready", "search", "startup", "ui",
+    "access", "admin", "audit", "boxes", "docs", "feedback", "galleries", "jobs", "keys", "live",
+    "metrics", "openapi.json", "ready", "search", "startup", "ui",
 ))  # fmt: skip
 """The first segments of all routes: whether /ui/search begins with a prefix would be unknown."""
 _PREFIX = re.compile(r"(/[A-Za-z0-9._~-]+)+")

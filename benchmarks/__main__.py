@@ -38,6 +38,7 @@ SMALLEST = (
     "tenants.py --galleries 1 4 --keys 2 20 --seconds 1 --rounds 1",
     "training_step.py --rounds 1 --batch 10 --size-px 64",
     "engines.py --rounds 1 --trunks mobilenet_v2",
+    "words.py --sources drawn --products 30",
     "engines.py trunks --rounds 2 --only mobilenetv4_conv_small",
     "peers/plain_loop.py --steps 1 --batch-size 4 --size-px 64 --dim 16 --test-images 64",
 )

@@ -24,9 +24,10 @@ from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.calibration import CANDIDATES
 from kinlens.embedder.errors import ItemNotFoundError, SourceError
 from kinlens.embedder.preprocess import Box, check_box, decode
-from kinlens.embedder.session import fitted, read_pixels
-from kinlens.embedder.types import Embeddings, Hit
+from kinlens.embedder.session import Embedder, fitted, read_pixels
+from kinlens.embedder.types import Embeddings, Hit, first_numbers
 from kinlens.embedder.views.boxes import auto_parts
+from kinlens.embedder.views.text import TextEncoder
 from kinlens.embedder.views.windows import windows
 from kinlens.indexer.filters.text import parse_filter
 from kinlens.indexer.gallery import Gallery
@@ -82,7 +83,20 @@ def search(
     image: Annotated[
         Path | None, typer.Option(help="Image to search with; needs --bundle.")
     ] = None,
-    bundle: Annotated[Path | None, typer.Option(help="Model bundle for --image.")] = None,
+    text: Annotated[
+        list[str] | None,
+        typer.Option(metavar="WORDS", help="Words to search with, alone or with --image; repeat."),
+    ] = None,
+    not_text: Annotated[
+        list[str] | None,
+        typer.Option(metavar="WORDS", help="Words that the results must not be like; repeat."),
+    ] = None,
+    text_weight: Annotated[
+        float, typer.Option(min=0, help="Weight of each text; the image has 1.")
+    ] = 1.0,
+    bundle: Annotated[
+        Path | None, typer.Option(help="Model bundle for --image and --text.")
+    ] = None,
     crop: Annotated[
         str | None,
         typer.Option(
@@ -154,11 +168,16 @@ def search(
     index_device: IndexDeviceOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Search with an image, with items of the gallery, or with vectors.
+    """Search with an image, with words, with items of the gallery, or with vectors.
 
-    Exits with 1 if no query has a result.
+    Words need a bundle with a text tower, which `kinlens-train teach-words` makes, and
+    `kinlens[text]`. Exits with 1 if no query has a result.
+
+    Example: kinlens-index search galleries/shop --text "green mug" --bundle bundles/shop-words
     """
-    _check_usage(image, bundle, vector, like, unlike, crop)
+    texts = [(each, text_weight) for each in text or ()]
+    texts += [(each, -text_weight) for each in not_text or ()]
+    _check_usage(image, texts, bundle, vector, like, unlike, crop)
     is_auto = crop == AUTO
     boxes: list[Box | None] = [None] if crop is None or is_auto else [_box(crop)]
     embedder = model.open(bundle) if bundle else None
@@ -185,20 +204,17 @@ def search(
         if like:
             queries, chosen = store.query_like(like, unlike or [])
             wanted = replace(wanted, exclude=chosen)
-        elif image and embedder:
-            embedder = fitted(store, embedder)
-            data, pixels = read_pixels(image, embedder, boxes)
-            if is_auto:
-                boxes = [None, *windows()[1:]]
-                if bundle and embedder.boxes:
-                    boxes = auto_parts(Bundle.open(bundle), data, embedder.limits)
-                pixels = read_pixels(image, embedder, boxes)[1]
-            queries = embedder.embed(pixels)
+        elif bundle and embedder:
+            whole, embedder = embedder, fitted(store, embedder)
+            images = None
+            if image:
+                images, boxes = _of_image(whole, bundle, image, boxes, is_auto)
+            queries = first_numbers(_with_words(bundle, images, texts), store.dim)
         else:
             queries = read_vectors(vector or Path()).astype(np.float32)
         names = facets.split(",") if facets else []
         found = _found(store, queries, boxes if is_auto else None, k, wanted, grouping, names)
-        if image and embedder and isinstance(store, Gallery):
+        if image and not texts and embedder and isinstance(store, Gallery):
             known = embedder.calibration, embedder.no_calibration
             calibrated = choose(Calibrator(store).stored(), *known)
             if not isinstance(calibrated, str):
@@ -263,16 +279,17 @@ def explain(
 
 def _check_usage(
     image: Path | None,
+    texts: Sequence[tuple[str, float]],
     bundle: Path | None,
     vector: Path | None,
     like: list[str] | None,
     unlike: list[str] | None,
     crop: str | None,
 ) -> None:
-    if sum(map(bool, (image, vector, like))) != 1:
-        raise typer.BadParameter("Pass exactly one of: --image, --vector, --like.")
-    if bool(image) != bool(bundle):
-        raise typer.BadParameter("--image needs --bundle, the model that embeds it.")
+    if sum(map(bool, (image or texts, vector, like))) != 1:
+        raise typer.BadParameter("Pass exactly one of: --image or --text, --vector, --like.")
+    if bool(image or texts) != bool(bundle):
+        raise typer.BadParameter("--image and --text need --bundle, the model that embeds them.")
     if unlike and not like:
         raise typer.BadParameter("--unlike needs at least one --like.")
     if crop and not image:
@@ -288,6 +305,30 @@ def _box(crop: str) -> Box:
             "image, such as 0.1,0.2,0.5,0.5."
         ) from error
     return check_box(sides)
+
+
+def _of_image(
+    embedder: Embedder, bundle: Path, image: Path, boxes: list[Box | None], is_auto: bool
+) -> tuple[Embeddings, list[Box | None]]:
+    """A query for each part of an image, and the parts."""
+    data, pixels = read_pixels(image, embedder, boxes)
+    if is_auto:
+        boxes = [None, *windows()[1:]]
+        if embedder.boxes:
+            boxes = auto_parts(Bundle.open(bundle), data, embedder.limits)
+        pixels = read_pixels(image, embedder, boxes)[1]
+    return embedder.embed(pixels), boxes
+
+
+def _with_words(
+    bundle: Path, images: Embeddings | None, texts: Sequence[tuple[str, float]]
+) -> Embeddings:
+    """The queries of images, moved by words with their weights; or that of words alone."""
+    if images is not None and not texts:
+        return images
+    words, weights = zip(*texts, strict=True)
+    encoder = TextEncoder.open(Bundle.open(bundle))
+    return encoder.joined(images, encoder.embed(words), weights)
 
 
 def _best(

@@ -6,8 +6,11 @@ bundle/
   model.map.onnx      optional map: float32 (N, D, h, w), whose sum over h, w is the vector
   boxes.onnx          optional detector, attached later: an image -> boxes of its objects
   seen.npy            optional hashes of the classes and images that the model was trained on
+  text.onnx           optional text tower: int64 (N, T) -> float32 (N, D), unit norm
+  tokenizer.json      its tokenizer, in the format of the package `tokenizers`
   manifest.json       BundleManifest with the bundle_id
-  golden/             encoded images, their preprocessed tensors, their vectors in each precision
+  golden/             encoded images, their preprocessed tensors, their vectors in each precision;
+                      texts with their vectors
 """
 
 import hashlib
@@ -31,6 +34,7 @@ from kinlens.embedder.manifest import (
     Mode,
     OtherPrecision,
     Precision,
+    TextTower,
 )
 from kinlens.embedder.programs.faults import file_fault
 from kinlens.embedder.seen import Seen
@@ -43,7 +47,12 @@ MANIFEST = "manifest.json"
 SEEN = "seen.npy"
 WEIGHTS = "weights.safetensors"
 """The weights as training has them, of a bundle that keeps them."""
+TEXT = "text.onnx"
+TOKENIZER = "tokenizer.json"
 GOLDEN = "golden"
+GOLDEN_TEXTS = "texts.json"
+"""A JSON object of texts and their vectors."""
+
 _INPUTS = "inputs.npy"
 _VECTORS = "vectors.npy"
 
@@ -152,6 +161,12 @@ class Bundle:
         vectors: Embeddings = np.load(path, allow_pickle=False)
         return vectors
 
+    def golden_texts(self) -> dict[str, list[float]]:
+        """Texts and their vectors (D,), computed when the text tower was made."""
+        path = self.path / GOLDEN / GOLDEN_TEXTS
+        texts: dict[str, list[float]] = json.loads(path.read_bytes())
+        return texts
+
     def _verify(self) -> None:
         manifest = self.manifest
         named = manifest.with_id()
@@ -161,10 +176,13 @@ class Bundle:
                 "it was edited after the export. Export the bundle again."
             )
         expected = {MODEL: manifest.model_sha256}
-        optional = {MAP: manifest.map, BOXES: manifest.boxes}
+        optional = {MAP: manifest.map, BOXES: manifest.boxes, TEXT: manifest.text}
         expected |= {name: block.sha256 for name, block in optional.items() if block is not None}
         if manifest.seen_sha256 is not None:
             expected[SEEN] = manifest.seen_sha256
+        if manifest.text is not None:
+            expected[TOKENIZER] = manifest.text.tokenizer_sha256
+            expected[f"{GOLDEN}/{GOLDEN_TEXTS}"] = manifest.text.golden_sha256
         for precision, variant in manifest.variants.items():
             expected[model_name(precision)] = variant.sha256
         for mode in self.modes():
@@ -238,7 +256,9 @@ def write_bundle(
     return Bundle.open(out)
 
 
-def attach(bundle: Bundle, out: Path, files: Mapping[str, Path], **blocks: BoxesFile) -> Bundle:
+def attach(
+    bundle: Bundle, out: Path, files: Mapping[str, Path], **blocks: BoxesFile | TextTower
+) -> Bundle:
     """Write a copy of a bundle with more files atomically to the new folder `out`. Galleries of
     `bundle` can be searched with the copy, and the other way round.
 

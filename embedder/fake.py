@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from kinlens.embedder.calibration import Calibration
-from kinlens.embedder.manifest import FP32, BoxesFile, Preprocessing
+from kinlens.embedder.manifest import FP32, BoxesFile, Preprocessing, TextTower
 from kinlens.embedder.preprocess import Box, ImageLimits, preprocess
 from kinlens.embedder.types import Embeddings, Images, Maps, check_dims
 
@@ -28,6 +28,7 @@ class FakeEmbedder:
     precision_reason = "asked for"
     has_map = True
     boxes: BoxesFile | None = None
+    text: TextTower | None = None
 
     def __init__(
         self,

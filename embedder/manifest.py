@@ -211,13 +211,68 @@ class BoxesFile(_Frozen):
         return self.labels[kind] if kind < len(self.labels) else None
 
 
+class WordsFound(_Frozen):
+    """How well texts find items that a text tower was not fitted on; all but `texts` in percent.
+
+    Attributes:
+        texts: number of texts that were searched for.
+        map, chance: mean average precision, and that of a random order.
+        precision_at_1: share of the texts whose first item is right.
+        gain, gain_low: how far `map` is on the way from `chance` to 100, and the lower end of its
+            95 % interval over the texts.
+    """
+
+    texts: int = Field(ge=1)
+    map: float
+    chance: float
+    precision_at_1: float
+    gain: float
+    gain_low: float
+
+
+class TextTower(_Frozen):
+    """`text.onnx` and `tokenizer.json`: texts to vectors in the space of the images.
+
+    Attributes:
+        kind: "native" if images and texts were trained together, "taught" if the texts of a
+            catalogue were fitted to the vectors of its images.
+        golden_sha256: of `golden/texts.json`, texts with their vectors.
+        context: the maximum number of tokens; the rest of a text is not read.
+        padding: "longest" pads to the longest text of a batch and marks the padding in a mask;
+            "context" pads every text to `context`.
+        cleaning: "lower" for lowercase letters and single spaces; "canonical" also removes
+            punctuation.
+        parity: of the ONNX file with the network that it was exported from, in several batches.
+        held_out: for "taught", by what was held out: "photos" of products that it was fitted on,
+            "products" that share a text with others, or "titles" that it was not fitted on.
+        image_mean, text_mean: the mean vector (D,) of images and of texts, which are subtracted
+            before images and texts are added.
+    """
+
+    kind: Literal["native", "taught"]
+    sha256: str = ""
+    tokenizer_sha256: str = ""
+    golden_sha256: str = ""
+    context: int = Field(ge=1, le=8192)
+    padding: Literal["longest", "context"] = "longest"
+    pad_id: int = Field(default=0, ge=0)
+    cleaning: Literal["lower", "canonical"] = "lower"
+    licence: str = "unspecified"
+    parity: Parity | None = None
+    held_out: dict[Literal["photos", "products", "titles"], WordsFound] = Field(
+        default_factory=dict
+    )
+    image_mean: tuple[float, ...] = ()
+    text_mean: tuple[float, ...] = ()
+
+
 class GoldenHashes(_Frozen):
     """sha256 of each file under `golden/`."""
 
     files: dict[str, str]
 
 
-ATTACHED = ("boxes",)
+ATTACHED = ("boxes", "text")
 """The blocks of a manifest that describe attached files."""
 
 
@@ -253,6 +308,7 @@ class BundleManifest(_Frozen):
     map: MapFile | None = Field(default=None, exclude_if=not_)
     seen_sha256: str | None = Field(default=None, exclude_if=not_)
     boxes: BoxesFile | None = Field(default=None, exclude_if=not_)
+    text: TextTower | None = Field(default=None, exclude_if=not_)
     licence: str = "unspecified"
     versions: dict[str, str] = Field(default_factory=dict)
     base_id: str = Field(default="", exclude_if=not_)

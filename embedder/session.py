@@ -7,6 +7,7 @@ saturate.
 
 import contextlib
 import copy
+import functools
 import itertools
 import math
 import threading
@@ -46,10 +47,12 @@ from kinlens.embedder.manifest import (
     OtherPrecision,
     Precision,
     Preprocessing,
+    TextTower,
 )
 from kinlens.embedder.preprocess import Box, ImageLimits, ImageParts, preprocess
 from kinlens.embedder.sources.names import printable, read_file
 from kinlens.embedder.types import Embed, Embeddings, Images, Maps, check_dims, first_numbers
+from kinlens.embedder.views.text import TextEncoder
 
 MIN_OWN_COSINE: dict[Precision, float] = {"fp32": 0.999, "fp16": 0.999, "bf16": 0.99, "int8": 0.99}
 """Minimum cosine to the golden vectors of the same mode at export. It is lower for int8 and bf16:
@@ -164,6 +167,7 @@ class ModelFacts(Protocol):
     no_calibration: str | None
     has_map: bool
     boxes: BoxesFile | None
+    text: TextTower | None
 
     def maps(self, images: Images) -> Maps:
         """uint8 (N, 3, S, S) to (N, D, h, w), which sum to the embeddings in fp32.
@@ -217,6 +221,8 @@ class BundleFacts:
         provider: the provider of the engine that is in use.
         calibration: None if there is none, for the reason in `no_calibration`.
         boxes: the detector; None if there is none.
+        text: the text tower; None if there is none.
+        words: opens the text tower at the first call. Raises: BundleError, ProviderError.
     """
 
     def __init__(
@@ -240,6 +246,8 @@ class BundleFacts:
         self.provider = provider
         self.has_map = manifest.map is not None
         self.boxes = manifest.boxes
+        self.text = manifest.text
+        self.words = functools.cache(functools.partial(TextEncoder.open, bundle))
         self._map: Model | None = None
         self._map_opening = threading.Lock()
         self._whole: Self | None = None
@@ -378,6 +386,14 @@ class OnnxEmbedder(BundleFacts):
         """
         several = [paths] if isinstance(paths, str | Path) else paths
         return self._embed_all([read_pixels(path, self)[1][0] for path in several])
+
+    def embed_texts(self, texts: Sequence[str]) -> Embeddings:
+        """Texts to float32 (N, D), unit norm, by the text tower of the bundle.
+
+        Raises: BundleError if it has none, ProviderError without `kinlens[text]`,
+            InvalidParameterError naming a text that cannot be used.
+        """
+        return first_numbers(self.words().embed(texts), self.dim)
 
     def _embed_all(self, images: Sequence[NDArray[np.uint8]]) -> Embeddings:
         return self.embed(np.stack(images)) if images else np.empty((0, self.dim), np.float32)

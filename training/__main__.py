@@ -26,11 +26,14 @@ try:
     from kinlens.training.commands.data import app as data_app
     from kinlens.training.commands.fit import crossval, fit, new, report, search, tournament
     from kinlens.training.commands.models import evaluate, export
+    from kinlens.training.commands.words import teach_words
 except ModuleNotFoundError as missing:
     raise _needs(missing) from None
 
 app = new_program(no_args_is_help=True)
-for command in (adapt, new, fit, evaluate, report, export, attach, crossval, search, tournament):
+for command in (
+    adapt, new, fit, evaluate, report, export, attach, teach_words, crossval, search, tournament
+):  # fmt: skip
     app.command()(command)
 app.add_typer(data_app, name="data")
 
@@ -41,7 +44,16 @@ _PACKAGES = (
 )  # fmt: skip
 """The modules that the extras bring. A module of the user may lack others."""
 
-_ALONE = ("adapt", "attach", "crossval", "evaluate", "export", "search", "tournament")
+_ALONE = (
+    "adapt",
+    "attach",
+    "crossval",
+    "evaluate",
+    "export",
+    "search",
+    "teach-words",
+    "tournament",
+)
 """Commands that every process of torchrun would repeat."""
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from torch import nn
 
 from kinlens.embedder.bundle import MAP, WEIGHTS, Bundle, make_room, model_name, write_bundle
 from kinlens.embedder.durable import staged
@@ -142,13 +143,13 @@ def export_checkpoint(
     if trunk or checkpoint.trunk_alone:
         alone = checkpoint.trunk_alone
         net = checkpoint.network()[1] if alone else new_network(job).eval().without_head()
-        manifest = _manifest(f"{job.name}-trunk", net, spec, backbone, licence=job.licence)
+        manifest = _manifest(f"{job.name}-trunk", net.dim, spec, backbone, licence=job.licence)
         seen = None
     else:
         net = checkpoint.network()[1]
         manifest = _manifest(
             job.name,
-            net,
+            net.dim,
             spec,
             backbone,
             licence=job.licence,
@@ -167,8 +168,31 @@ def export_backbone(
     make_room(out)
     net = EmbeddingNet(model.model_copy(update={"dim": None})).eval()
     net.check_sizes(spec.preprocessing().crop_px)
-    manifest = _manifest(name, net, spec.preprocessing(), model.backbone)
+    manifest = _manifest(name, net.dim, spec.preprocessing(), model.backbone)
     return _export(net, manifest, out, with_map=with_map)
+
+
+def export_network(
+    net: nn.Module, dim: int, name: str, spec: Preprocessing, out: Path, licence: str
+) -> Bundle:
+    """Write the bundle of a network whose vectors have `dim` numbers, without recall.
+
+    Args:
+        net: uint8 (N, 3, S, S) to float32 (N, D), unit norm.
+
+    Raises: ExportError unless the ONNX file and torch agree; BundleError.
+    """
+    make_room(out)
+    manifest = _manifest(name, dim, spec, name, licence=licence)
+    with staged(out.parent) as folder:
+        trial = _trial(net.eval(), manifest, folder)
+        inputs, golden = trial.golden_inputs(), trial.golden_vectors()
+        embedder = OnnxEmbedder.open(trial, SessionSettings(threads=core_count()))
+        manifest = manifest.model_copy(
+            update={"parity": check_parity(golden, embedder.embed, inputs)}
+        )
+        images = trial.golden_images()
+        return write_bundle(out, manifest, trial.model_path, images, inputs, golden)
 
 
 def images_to_embed(split: Split) -> int:
@@ -177,12 +201,12 @@ def images_to_embed(split: Split) -> int:
 
 
 def _manifest(
-    name: str, net: EmbeddingNet, spec: Preprocessing, backbone: str, **more: Any
+    name: str, dim: int, spec: Preprocessing, backbone: str, **more: Any
 ) -> BundleManifest:
     return BundleManifest(
         name=name,
         created_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        dim=net.dim,
+        dim=dim,
         preprocessing=spec,
         model_sha256="",
         golden=GoldenHashes(files={}),
@@ -251,7 +275,7 @@ def _export(
         )
 
 
-def _trial(net: EmbeddingNet, manifest: BundleManifest, folder: Path) -> Bundle:
+def _trial(net: nn.Module, manifest: BundleManifest, folder: Path) -> Bundle:
     """A provisional bundle with the golden vectors of torch, to be measured."""
     spec = manifest.preprocessing
     write_onnx(net, spec.crop_px, folder / "model.onnx")

@@ -10,6 +10,7 @@ from onnx import NodeProto, numpy_helper
 from torch import nn
 
 from kinlens.embedder.errors import ExportError
+from kinlens.embedder.views.text import IDS
 
 _TRACE_BATCH = 2
 _OPSET = 20
@@ -27,6 +28,16 @@ def write_onnx(net: nn.Module, size_px: int, path: Path, output: str = "embeddin
         if hasattr(module, "inplace"):
             module.inplace = False  # type: ignore[assignment]
     sample = torch.zeros(_TRACE_BATCH, 3, size_px, size_px, dtype=torch.uint8)
+    _write(net, sample, path, "images", output)
+
+
+def write_text_onnx(net: nn.Module, context: int, path: Path) -> None:
+    """The text tower with its weights: token ids, int64 (N, T), to float32 (N, D), N free."""
+    sample = torch.ones(_TRACE_BATCH, context, dtype=torch.int64)
+    _write(net, sample, path, IDS, "embeddings")
+
+
+def _write(net: nn.Module, sample: torch.Tensor, path: Path, source: str, output: str) -> None:
     write = partial(
         torch.onnx.export,
         net,
@@ -35,7 +46,7 @@ def write_onnx(net: nn.Module, size_px: int, path: Path, output: str = "embeddin
         dynamo=True,
         external_data=False,
         opset_version=_OPSET,
-        input_names=["images"],
+        input_names=[source],
         output_names=[output],
         dynamic_shapes=({0: torch.export.Dim("n", min=1)},),
         verbose=False,

@@ -47,6 +47,9 @@ KeepWeights = Annotated[
 ]
 
 
+_OPEN_CLIP = "open_clip:"
+
+
 def evaluate(
     source: Annotated[Path, typer.Argument(help="A run folder or a model bundle.")],
     overrides: Overrides = None,
@@ -241,11 +244,36 @@ def export(
     ] = 256,
     with_map: WithMap = False,
     keep_weights: KeepWeights = False,
+    with_text: Annotated[
+        bool,
+        typer.Option("--text", help="With --backbone open_clip:NAME: also its text tower."),
+    ] = False,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="With --text: a tokenizer.json, as SigLIP 2 needs.")
+    ] = None,
+    licence: Annotated[
+        str, typer.Option(help="With --text: licence of the weights.", metavar="NAME")
+    ] = "unspecified",
 ) -> None:
     """Write the model bundle of a run; fails unless ONNX and torch agree.
 
-    Example: kinlens-train export runs/cars --out bundles/cars --precision int8
+    With --text it writes both towers of a model that was trained on images with texts, as OpenCLIP
+    and SigLIP 2 were. Its galleries can be searched with words. It needs `kinlens[open-clip]` and
+    the weights as a file.
+
+    Examples: kinlens-train export runs/cars --out bundles/cars --precision int8
+
+    \b
+    kinlens-train export --backbone open_clip:ViT-B-16-SigLIP2 --text --out bundles/siglip2 \\
+      --weights open_clip_model.safetensors --tokenizer tokenizer.json --licence Apache-2.0
     """
+    if with_text or (backbone or "").startswith(_OPEN_CLIP):
+        if not (with_text and backbone and backbone.startswith(_OPEN_CLIP)) or run is not None:
+            raise typer.BadParameter(f"--text and --backbone {_OPEN_CLIP}NAME need each other")
+        from kinlens.training.words.native import export_two_towers
+
+        describe(export_two_towers(backbone, weights, out, tokenizer, licence))
+        return
     if trunk and run is None:
         raise typer.BadParameter("--trunk needs a run; give its folder")
     if (run is None) == (backbone is None):

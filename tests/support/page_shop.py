@@ -182,6 +182,7 @@ class Shop:
         self.key: str | None = None
         self.delay_s = 0.0
         self.has_map = True
+        self.boxes: list[dict[str, Any]] | None = None  # of a detector, if there is one
         self.open_searches = 0
         self.most_searches = 0
 
@@ -199,6 +200,7 @@ class Shop:
         app.get(f"{item}/similar", response_model=models.SearchAnswer)(self.similar)
         app.post(f"{item}/explain", response_model=models.ExplainAnswer)(self.explain)
         app.post("/search", response_model=models.SearchAnswer)(self.search)
+        app.post("/boxes", response_model=models.BoxesAnswer)(self.find_boxes)
         app.post("/feedback", status_code=204)(self.judge)
         app.get(f"{item}/image")(self.image)
         app.get("/favicon.ico")(lambda: Response())  # of pages that are not the page
@@ -232,6 +234,7 @@ class Shop:
             "dim": 48,
             "created_at": "2026-01-01T00:00:00+00:00",
             "has_map": self.has_map,
+            "has_boxes": self.boxes is not None,
         }
 
     async def describe(self, name: str) -> dict[str, Any]:
@@ -301,6 +304,12 @@ class Shop:
             return self.answer(wanted, vectors, views)
         finally:
             self.open_searches -= 1
+
+    async def find_boxes(self, request: Request) -> dict[str, Any]:
+        async with request.form() as form:
+            assert [name for name, _ in form.multi_items()] == ["image", "gallery"]
+        await asyncio.sleep(self.delay_s)
+        return {"bundle_id": "b" * 64, "gallery": "shop", "boxes": self.boxes}
 
     async def judge(self, request: Request) -> None:
         """Notes the fields of a feedback, and the size of its image."""

@@ -16,7 +16,7 @@ import * as settings from "./settings.js";
 import * as trail from "./trail.js";
 import { worded } from "./words.js";
 import { hideError, hideNotice, showNotice, showProblem, startAlerts } from "../shared/alerts.js";
-import { Problem } from "../shared/api.js";
+import { findBoxes, Problem } from "../shared/api.js";
 import { announce, debounced, keepFocus, startSkip, ui } from "../shared/dom.js";
 import { AUTO, fromHash, toHash } from "../shared/link.js";
 
@@ -141,7 +141,27 @@ function searchNew(query) {
   search(query, trail.push);
 }
 
+// Lets the user choose one of the boxes that a detector found; without any, searches with the whole photo.
+async function offerBoxes(query) {
+  moves += 1;
+  running?.controller.abort();
+  const mine = { query, keep: trail.push, controller: new AbortController() };
+  running = mine;
+  const { signal } = mine.controller;
+  hideError();
+  hideNotice();
+  hideSamples();
+  settings.forgetVotes();
+  results.showWaiting(query);
+  showCrops([]);
+  const boxes = await findBoxes(settings.view.gallery, query.image, signal).catch(() => []);
+  const crops = running === mine ? await Promise.resolve(results.choose(boxes, signal)).catch(() => []) : [];
+  if (running === mine) search({ ...query, crops }, trail.push);
+  else if (running?.query.preview !== query.preview) trail.release(trail.previewsOf(query));
+}
+
 function searchImages(files) {
+  if (files.length === 1 && settings.hasBoxes()) return offerBoxes(uploadQuery(files[0]));
   if (files.length === 1) return searchNew(uploadQuery(files[0]));
   const bytes = files.reduce((sum, file) => sum + file.size, 0);
   const isOne = settings.view.combine === "best";

@@ -26,13 +26,15 @@ export function placeText(crop) {
   return `${place.filter(Boolean).join(" ") || "middle"} part`;
 }
 
+// `node` at the place of a part over the photo.
+export function placed(node, [left, top, width, height]) {
+  for (const [name, part] of Object.entries({ left, top, width, height })) node.style[name] = `${part * 100}%`;
+  return node;
+}
+
 function frame(view) {
   ui["part-frame"].hidden = !view;
-  if (!view) return;
-  const [left, top, width, height] = view.crop ?? WHOLE;
-  for (const [name, part] of Object.entries({ left, top, width, height })) {
-    ui["part-frame"].style[name] = `${part * 100}%`;
-  }
+  if (view) placed(ui["part-frame"], view.crop ?? WHOLE);
 }
 
 // Frames the part of the result under the pointer, else of the focused one, else of the best one.

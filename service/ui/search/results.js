@@ -2,6 +2,7 @@
 
 import { card, groupCard, placeholders, titleOf } from "./cards.js";
 import { isBest, PRODUCT, viewText } from "./ask.js";
+import { choice, hideChoices } from "./choose.js";
 import { hideHeat, toggleHeat } from "./explain.js";
 import { hideParts, showParts } from "./parts.js";
 import { EMPTY_TEXT } from "./samples.js";
@@ -16,6 +17,7 @@ let describedBy = ""; // what the shown cards took from the description of their
 export function showQuery(query) {
   hideHeat();
   hideParts();
+  hideChoices();
   ui.query.hidden = query === null;
   document.title = query === null ? "Kinlens" : `${query.name} · Kinlens`;
   if (query === null) return;
@@ -214,6 +216,15 @@ function showBusy(busy) {
   ui.progress.hidden = !busy;
   ui.cancel.hidden = !busy;
   document.body.classList.toggle("busy", busy);
+}
+
+// Resolves to the crops that the user chooses of the boxes on the photo.
+export function choose(boxes, signal) {
+  if (boxes.length === 0) return [];
+  showBusy(false);
+  ui.grid.replaceChildren();
+  ui.empty.hidden = false;
+  return choice(boxes, signal);
 }
 
 export function showWaiting(query) {

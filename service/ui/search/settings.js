@@ -31,6 +31,7 @@ export const snapshot = () => structuredClone(view);
 export const facts = () => described.get(view.gallery) ?? { attributes: [] };
 const listed = () => galleries.find(({ name }) => name === view.gallery);
 export const hasMap = () => facts().has_map ?? listed()?.has_map;
+export const hasBoxes = () => facts().has_boxes ?? listed()?.has_boxes;
 export const productUrl = () => facts().product_url ?? listed()?.product_url ?? "";
 export const itemCount = () => facts().size ?? listed()?.size;
 export const galleryNames = () => galleries.map(({ name }) => name);

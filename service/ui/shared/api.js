@@ -165,6 +165,15 @@ export async function postSearch(wanted, signal) {
   return answerOf(await request("search", { method: "POST", body: searchForm(wanted), signal }));
 }
 
+// The parts of an image in which the detector of a gallery's model found something: [{box, score, label}].
+export async function findBoxes(gallery, image, signal) {
+  const body = new FormData();
+  body.append("image", image, "query");
+  body.append("gallery", gallery);
+  const { boxes } = await bodyOf(await request("boxes", { method: "POST", body, signal }));
+  return boxes;
+}
+
 // The share of the score that each region of the hit and of the query contributes.
 export const explainHit = (gallery, id, wanted, signal) =>
   getJson(`${galleryPath(gallery)}/items/${id}/explain`, { method: "POST", body: searchForm(wanted), signal });

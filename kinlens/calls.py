@@ -136,14 +136,16 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class NewItem:
-    """An item to add or replace: `NewItem("hats/1", "hat.jpg", {"price": 9.5})`.
+    """An item to add or replace: `NewItem("hats/1", "hat.jpg", {"price": 9.5})`; or an item without
+    image, `NewItem("hats/1", vector=vector)`.
 
     Attributes replace the stored ones of this key; None keeps them, {} clears them.
     """
 
     key: str
-    image: Image
+    image: Image | None = None
     attributes: Attributes | None = None
+    vector: Vector | None = None
 
 
 def item_path(item: int | str) -> tuple[int | str, ...]:
@@ -271,9 +273,9 @@ def batch_json(queries: Sequence[Query]) -> dict[str, Any]:
     return {"queries": searches}
 
 
-def put_forms(items: Iterable[NewItem], count: int) -> Iterator[tuple[list[str], list[Part]]]:
-    """Keys and parts of forms with up to `count` items and 32 MiB each; a larger item has its own
-    form. The images of a form are read just before it is yielded.
+def put_bodies(items: Iterable[NewItem], count: int) -> Iterator[tuple[list[str], dict[str, Any]]]:
+    """Keys and bodies of puts with up to `count` items and 32 MiB each; a larger item has its own.
+    Images are sent as a form, and are read just before it is yielded; vectors are sent as JSON.
 
     Raises: ImageReadError, ArgumentError.
     """
@@ -281,21 +283,35 @@ def put_forms(items: Iterable[NewItem], count: int) -> Iterator[tuple[list[str],
         raise ArgumentError(f"per_request = {count} is outside its range; use 1 or more.")
     keys: list[str] = []
     parts: list[Part] = []
+    vectors: list[dict[str, Any]] = []
     size = 0
     for item in items:
         given = None if item.attributes is None else dict(item.attributes)
         _keys("keys", [item.key])
-        image, attributes = _file(item.image), json_of(given)
+        if (item.image is None) == (item.vector is None):
+            raise ArgumentError(f"Item {item.key!r:.{_SHOWN}} needs either an image or a vector.")
+        attributes = json_of(given)
+        more: list[Part] = []
+        entries: list[dict[str, Any]] = []
+        if item.image is not None:
+            image = _file(item.image)
+            more = [image, _field("key", item.key), _field("attributes", attributes)]
+            content = image[1][1]
+        else:
+            content = vector_text(() if item.vector is None else item.vector)
+            entries = [{"key": item.key, "vector": content, "attributes": given}]
         texts = 4 * (len(item.key) + len(attributes))  # UTF-8 uses up to 4 bytes per character
-        added = len(image[1][1]) + texts + 3 * _PART_BYTES
-        if keys and (len(keys) == count or size + added > _MAX_BYTES):
-            yield keys, parts
-            keys, parts, size = [], [], 0
+        added = len(content) + texts + 3 * _PART_BYTES
+        is_other = bool(vectors if more else parts)
+        if keys and (is_other or len(keys) == count or size + added > _MAX_BYTES):
+            yield keys, {"json": {"items": vectors}} if vectors else {"parts": parts}
+            keys, parts, vectors, size = [], [], [], 0
         keys.append(item.key)
-        parts += [image, _field("key", item.key), _field("attributes", attributes)]
+        parts += more
+        vectors += entries
         size += added
     if keys:
-        yield keys, parts
+        yield keys, {"json": {"items": vectors}} if vectors else {"parts": parts}
 
 
 def golden_form(image: Image, label: Mapping[str, Any], name: str) -> list[Part]:

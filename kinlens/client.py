@@ -36,6 +36,7 @@ from kinlens.calls import (
     Part,
     Query,
     QueryVector,
+    Vector,
 )
 from kinlens.errors import (
     AnswerError,
@@ -392,15 +393,22 @@ class AsyncClient(_BaseClient):
         await self._send(bytes, "DELETE", "galleries", name, once=True)
 
     async def put(
-        self, gallery: str, key: str, image: Image, attributes: Attributes | None = None
+        self,
+        gallery: str,
+        key: str,
+        image: Image | None = None,
+        attributes: Attributes | None = None,
+        *,
+        vector: Vector | None = None,
     ) -> api.PutAnswer:
         """Add an item, or replace the item with this key.
 
-        `attributes` replace the stored ones; None keeps them and {} clears them.
+        `attributes` replace the stored ones; None keeps them and {} clears them. With a `vector` of
+        norm 1 in place of the image, from the bundle of the gallery, the item has no image.
         """
-        item = NewItem(key, image, attributes)
-        _, parts = await self._read_files(next, calls.put_forms([item], 1))
-        return await self._send(api.PutAnswer, "PUT", "galleries", gallery, "items", parts=parts)
+        item = NewItem(key, image, attributes, vector)
+        _, body = await self._read_files(next, calls.put_bodies([item], 1))
+        return await self._send(api.PutAnswer, "PUT", "galleries", gallery, "items", **body)
 
     async def put_many(
         self,
@@ -428,12 +436,12 @@ class AsyncClient(_BaseClient):
         """
         answers: list[api.PutAnswer] = []
         done, version = 0, ""
-        forms = calls.put_forms(items, per_request)
-        while form := await self._read_files(next, forms, None):
-            keys, parts = form
+        bodies = calls.put_bodies(items, per_request)
+        while made := await self._read_files(next, bodies, None):
+            keys, body = made
             try:
                 answer = await self._send(
-                    api.PutAnswer, "PUT", "galleries", gallery, "items", parts=parts
+                    api.PutAnswer, "PUT", "galleries", gallery, "items", **body
                 )
             except ProblemError as error:
                 if len(keys) > 1 or error.status not in _ITEM_ERRORS:
@@ -528,6 +536,11 @@ class AsyncClient(_BaseClient):
     async def item(self, gallery: str, item: int | str) -> api.ItemModel:
         """Return an item by its id or key."""
         return await self._send(api.ItemModel, "GET", "galleries", gallery, *calls.item_path(item))
+
+    async def vector(self, gallery: str, item: int | str) -> api.ItemVector:
+        """Return the stored vector of an item by its id or key; the key needs the scope `embed`."""
+        path = ("galleries", gallery, *calls.item_path(item), "vector")
+        return await self._send(api.ItemVector, "GET", *path)
 
     async def image(self, gallery: str, item: int | str, size: int | None = None) -> bytes:
         """Return the image of an item, in a format that browsers can show.
@@ -691,7 +704,7 @@ class AsyncClient(_BaseClient):
     async def create_key(
         self,
         name: str,
-        scopes: Sequence[Literal["search", "write", "admin"]],
+        scopes: Sequence[api.Scope],
         *,
         galleries: Sequence[str] | None = None,
         filter: str | None = None,
@@ -850,6 +863,7 @@ class Client(_BaseClient):
     each_item = _iterating(AsyncClient.each_item)
     duplicates = _blocking(AsyncClient.duplicates)
     item = _blocking(AsyncClient.item)
+    vector = _blocking(AsyncClient.vector)
     image = _blocking(AsyncClient.image)
     patch = _blocking(AsyncClient.patch)
     patch_item = _blocking(AsyncClient.patch_item)

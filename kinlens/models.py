@@ -9,7 +9,7 @@ from kinlens.values import AttributeValue, Scalar
 
 JobKind = Literal["compact", "swap", "sync", "rebuild", "train"]
 JobState = Literal["queued", "running", "succeeded", "failed", "cancelled"]
-Scope = Literal["search", "write", "admin"]
+Scope = Literal["search", "write", "admin", "embed"]
 Action = Literal["clicked", "bought", "wrong"]
 ItemStatus = Literal["added", "replaced", "updated", "unchanged", "failed"]
 FeedbackMode = Literal["off", "pairs", "pictures"]
@@ -396,6 +396,18 @@ class ItemModel(BaseModel):
     attributes: dict[str, AttributeValue]
     sha256: str
     image: str
+
+
+class ItemVector(BaseModel):
+    """The stored vector of an item: of norm 1, comparable with vectors of the same `bundle_id` and
+    length.
+    """
+
+    id: int
+    key: str
+    sha256: str
+    bundle_id: str
+    vector: list[float]
 
 
 class ItemPage(BaseModel):

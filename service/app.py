@@ -13,6 +13,7 @@ from kinlens import __version__
 from kinlens.embedder.session import Embedder
 from kinlens.service.api import (
     boxes,
+    embeddings,
     feedback,
     images,
     items,
@@ -94,6 +95,7 @@ def create_app(
         boxes.router,
         gallery_routes.router,
         items.router,
+        embeddings.router,
         quality.router,
         feedback.router,
         images.router,

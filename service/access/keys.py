@@ -39,8 +39,14 @@ from kinlens.models import Scope
 from kinlens.service.access.rates import DAY_S, Rate, parse_rates
 from kinlens.service.concurrency import KeyedThreads
 
-SCOPES: tuple[Scope, ...] = ("search", "write", "admin")
-"""Each implies those before it."""
+_IMPLIED: dict[Scope, frozenset[Scope]] = {
+    "search": frozenset(("search",)),
+    "write": frozenset(("search", "write")),
+    "admin": frozenset(("search", "write", "admin", "embed")),
+    "embed": frozenset(("embed",)),  # vectors leave the service, so no other scope has it by chance
+}
+SCOPES: tuple[Scope, ...] = tuple(_IMPLIED)
+"""The scopes of keys."""
 
 _ID_BYTES = 4
 _SECRET_BYTES = 32
@@ -416,9 +422,8 @@ def open_keys(state: Path) -> KeyStore:
 
 
 def allowed(scopes: Iterable[Scope]) -> frozenset[Scope]:
-    """These scopes and the ones they imply: admin implies write, write implies search."""
-    ranks = [SCOPES.index(scope) for scope in scopes]
-    return frozenset(SCOPES[: max(ranks) + 1] if ranks else ())
+    """These scopes and the ones they imply: write implies search, admin implies all."""
+    return frozenset(implied for scope in scopes for implied in _IMPLIED[scope])
 
 
 def _matching(keys: Mapping[str, Key], text: str) -> Key | None:

@@ -101,7 +101,7 @@ Key = Annotated[str, Path(min_length=1, max_length=1024, description="The key of
 class _ItemKey(Convertor[str]):
     """The rest of a path, unless it ends with a subresource of an item."""
 
-    regex = r".+(?<!/similar)(?<!/explain)(?<!/image)"
+    regex = r".+(?<!/similar)(?<!/explain)(?<!/image)(?<!/vector)"
 
     def convert(self, value: str) -> str:
         return value

@@ -14,6 +14,7 @@ from pydantic import (
     RootModel,
     TypeAdapter,
     ValidationError,
+    WithJsonSchema,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
@@ -49,6 +50,7 @@ from kinlens.service.api.galleries import (
     unknown_key,
 )
 from kinlens.service.api.requests import Strict, where_of
+from kinlens.service.encoding.vectors import numbers_of, vector_content
 from kinlens.service.galleries.items import NewItem
 from kinlens.service.galleries.locations import Gallery
 from kinlens.service.http import bodies
@@ -89,6 +91,17 @@ def _plain(value: Any) -> Any:
     )
 
 
+def _vector(value: Any) -> Any:
+    """A validator for the form of a vector. What is wrong with its numbers only fails its item."""
+    if isinstance(value, str | None):
+        return value
+    try:
+        numbers_of(value)
+    except InvalidParameterError as error:
+        raise requests.custom_error(str(error)) from error
+    return value
+
+
 _Attributes = Annotated[
     dict[str, Annotated[AttributeValue, BeforeValidator(_plain)]], Field(fail_fast=True)
 ]
@@ -105,12 +118,18 @@ _OF_PRODUCT = (
 
 
 class NewItemModel(Strict):
-    """An item to add or replace: its key, its image as base64, and all of its attributes. If
+    """An item to add or replace: its key, its image or its vector, and all of its attributes. If
     `attributes` is omitted or null, the stored attributes are kept.
     """
 
     key: str | None = None
-    data: Annotated[str, Field(description="The image file, base64.")]
+    data: Annotated[str | None, Field(description="The image file, base64.")] = None
+    vector: Annotated[
+        Any,
+        BeforeValidator(_vector),
+        WithJsonSchema({"anyOf": [*requests.VECTOR_FORMS, {"type": "null"}]}),
+        Field(description=f"In place of data, for an item without image. {requests.VECTOR_TEXT}"),
+    ] = None
     attributes: _Attributes | None = None
 
 
@@ -331,7 +350,7 @@ async def remove_by_key(runtime: Service, request: Request, name: str, key: Key)
 )
 @rule("write", "items", "batch", docs=_put_docs)
 async def put(runtime: Service, name: str, request: Request) -> PutAnswer:
-    """Add items, or replace items with the same keys. A bad image only fails its own item.
+    """Add items, or replace items with the same keys. A bad image or vector only fails its item.
 
     An item with the stored key and content is `unchanged`. When this returns, searches find the
     items. If the only item of a request fails, the answer is its problem.
@@ -510,22 +529,24 @@ def _from_form(request: Request, body: bytes, limit: int) -> list[NewItem]:
     keys = keys or [_key_in(product, image) for image in images]
     attributes = attributes or ["null"] * len(images)
     return [
-        _new_item(product, key, image, *_attributes_in(text, key))
+        _new_item(product, key, *_attributes_in(text, key), data=image)
         for image, key, text in zip(images, keys, attributes, strict=True)
     ]
 
 
 def _key_in(product: str | None, data: bytes) -> str:
-    """A generated key for a view, determined by its product and its image content."""
+    """A generated key for a view, determined by its product and its image or vector."""
     return f"{product}/{hashlib.sha256(data).hexdigest()[:16]}"
 
 
 def _new_item(
     product: str | None,
     key: str,
-    data: bytes,
     sent: Attributes | None,
     fault: InvalidParameterError | None,
+    *,
+    data: bytes = b"",
+    vector: bytes = b"",
 ) -> NewItem:
     """An item of the product, if any; `sent` is None to keep the stored attributes."""
     attributes = dict(sent or {})
@@ -534,7 +555,7 @@ def _new_item(
             f"Item {key!r:.200} has the attribute product = {attributes['product']!r:.80}, but the "
             f"request has product = {product!r:.80}. Send one of them."
         )
-    return NewItem(key, data, attributes, fault, keeps=sent is None)
+    return NewItem(key, data, attributes, fault, keeps=sent is None, vector=vector)
 
 
 def _attributes_in(text: str, key: str) -> tuple[Attributes | None, InvalidParameterError | None]:
@@ -562,16 +583,23 @@ def _from_json(_: Request, body: bytes, limit: int) -> list[NewItem]:
 
 
 def _decoded(item: NewItemModel, product: str | None) -> NewItem:
-    key, data, fault = item.key, b"", None
+    key, data, vector, fault = item.key, b"", b"", None
     try:
-        data = requests.base64_content(item.data)
+        if (item.data is None) == (item.vector is None):
+            raise InvalidParameterError("The item needs either data or vector; send one of them.")
+        if item.data is not None:
+            data = requests.base64_content(item.data)
+        else:
+            vector = vector_content(item.vector)
     except PydanticCustomError as error:
         fault = InvalidParameterError(error.message())
+    except InvalidParameterError as error:
+        fault = error
     if key is None and product is None and fault is None:
         fault = InvalidParameterError("The item has no key; send a key, or a product for all.")
     if key is None:
-        key = "" if fault else _key_in(product, data)
-    return _new_item(product, key, data, item.attributes, fault)
+        key = "" if fault else _key_in(product, data or vector)
+    return _new_item(product, key, item.attributes, fault, data=data, vector=vector)
 
 
 def _check_count(count: int, limit: int) -> None:

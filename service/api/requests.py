@@ -282,27 +282,25 @@ def _vector(value: Any) -> bytes:
         raise custom_error(str(error)) from error
 
 
-_VECTOR_SCHEMA: dict[str, Any] = {
-    "anyOf": [
-        {
-            "type": "array",
-            "items": {"type": "number"},
-            "minItems": 1,
-            "maxItems": MAX_NUMBERS,
-        },
-        {"type": "string", "contentEncoding": "base64"},
-    ],
-    "description": "A vector of norm 1 from the bundle of the gallery: its numbers, or base64 of "
-    "them as little-endian float32.",
-}
-SentVector = Annotated[bytes, BeforeValidator(_vector), WithJsonSchema(_VECTOR_SCHEMA)]
+VECTOR_FORMS: list[dict[str, Any]] = [
+    {"type": "array", "items": {"type": "number"}, "minItems": 1, "maxItems": MAX_NUMBERS},
+    {"type": "string", "contentEncoding": "base64"},
+]
+VECTOR_TEXT = (
+    "A vector of norm 1 from the bundle of the gallery: its numbers, or base64 of them as "
+    "little-endian float32."
+)
 _Weight = Annotated[float, Field(ge=-MAX_WEIGHT, le=MAX_WEIGHT, allow_inf_nan=False)]
 
 
 class VectorInput(Strict):
     """A vector that was embedded before; it is a view of the query as an image is."""
 
-    vector: SentVector
+    vector: Annotated[
+        bytes,
+        BeforeValidator(_vector),
+        WithJsonSchema({"anyOf": VECTOR_FORMS, "description": VECTOR_TEXT}),
+    ]
     weight: Annotated[
         _Weight,
         Field(description="Its part in the mean; an image has 1. Below 0: unlike this vector."),

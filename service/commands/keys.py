@@ -39,7 +39,8 @@ def create(
     scope: Annotated[
         list[str],
         typer.Option(
-            help="search, write or admin; write includes search, admin includes all. Repeatable."
+            help="search, write, admin or embed; write includes search, admin includes all. "
+            "Repeatable."
         ),
     ],
     gallery: Annotated[
@@ -67,7 +68,7 @@ def create(
     """Create a key and print it once; only its hash is stored."""
     scopes = [known for known in SCOPES if known in scope]
     for word in {*scope} - {*scopes}:
-        options.refuse(f"scope = {word[:40]!r} is unknown; use search, write or admin.")
+        options.refuse(f"scope = {word[:40]!r} is unknown; use search, write, admin or embed.")
     ends = None if expires_days is None else datetime.now(UTC) + timedelta(days=expires_days)
     galleries = tuple(gallery) if gallery else None
     try:

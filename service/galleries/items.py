@@ -1,6 +1,6 @@
 """The operations that change items: put, patch, remove and restore. They do not use HTTP.
 
-check ─► stored vector, or decode and embed ─► image on the disk ─► catalogue ─► answer
+check ─► sent or stored vector, or decode and embed ─► image on the disk ─► catalogue ─► answer
 """
 
 import asyncio
@@ -36,7 +36,8 @@ from kinlens.indexer.types import Entry, Item
 from kinlens.models import ItemStatus, PatchAnswer, PutResult, RemoveAnswer
 from kinlens.service.concurrency import BoundedPool
 from kinlens.service.encoding.model import Model
-from kinlens.service.galleries.locations import Gallery, Opened
+from kinlens.service.encoding.vectors import fitted
+from kinlens.service.galleries.locations import Gallery
 from kinlens.service.galleries.registry import Registry, Served, change
 from kinlens.service.galleries.uploads import SharedUploads, UploadFolder
 from kinlens.service.galleries.view import GalleryView
@@ -57,9 +58,11 @@ _PAGE = 20_000
 
 @dataclass(frozen=True, slots=True)
 class NewItem:
-    """An image to store under a key. With `error` it was already refused, and is not stored.
+    """An image or a vector to store under a key. With `error` it was already refused, and is not
+    stored.
 
-    With `keeps`, attributes of a stored item that `attributes` does not name are kept.
+    `vector` is a unit vector as little-endian float32; empty for an image. With `keeps`, attributes
+    of a stored item that `attributes` does not name are kept.
     """
 
     key: str
@@ -67,6 +70,7 @@ class NewItem:
     attributes: Mapping[str, AttributeValue] = field(default_factory=dict)
     error: KinlensError | None = None
     keeps: bool = False
+    vector: bytes = field(default=b"", repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "key", composed(self.key))
@@ -82,7 +86,7 @@ class Items:
     change returns the version of the gallery after it.
 
     `limit_s` is the time limit of a change, for each 16 images of a put and each 10,000 items of a
-    change by filter. Without `puts`, galleries in folders refuse new items.
+    change by filter. Without `puts`, galleries in folders refuse new images.
 
     Every method raises: GalleryNotFoundError, GalleryBusyError, GalleryWriteError, OverloadedError,
     DeadlineExceededError.
@@ -99,15 +103,17 @@ class Items:
     async def put(self, gallery: str, items: Sequence[NewItem]) -> tuple[Put, str]:
         """Store items; each can fail without the others.
 
-        Raises: StateMissingError if this service cannot store images; DeltaFullError.
+        Raises: StateMissingError if there are images, which this service cannot store;
+            DeltaFullError.
         """
 
         limit_s = -(-len(items) // _IMAGES_PER_LIMIT) * self.limit_s
 
         async def put(served: Served) -> tuple[Put, str]:
-            uploads = self._upload_store(served)
+            has_images = any(not item.vector and item.error is None for item in items)
+            uploads = self._upload_store(served) if has_images else None
             run = partial(change, self.pool, served, limit_s=limit_s, bulk=True)
-            drafts = await run(lambda: _drafts(served.whole, items))
+            drafts = await run(lambda: _drafts(served, items))
             deadline = time.monotonic() + limit_s
             unknown = [draft for draft in drafts if draft.error is None and draft.vector is None]
             await asyncio.gather(*(self._embed(served.model, draft, deadline) for draft in unknown))
@@ -270,10 +276,11 @@ class _Draft:
         )
 
 
-def _drafts(gallery: Opened, items: Sequence[NewItem]) -> list[_Draft]:
+def _drafts(served: Served, items: Sequence[NewItem]) -> list[_Draft]:
     """Check each item against the gallery, and reuse the vector of a content that it contains: the
     vector of an image is the same for every caller.
     """
+    gallery = served.whole
     drafts = [_Draft(item, item.error) for item in items]
     kinds, retypable = dict(gallery.schema()), Retypable.of(gallery)
     seen: set[str] = set()
@@ -286,14 +293,19 @@ def _drafts(gallery: Opened, items: Sequence[NewItem]) -> list[_Draft]:
                     raise InvalidParameterError(text)
                 _check_count(key, attributes)
                 check_stored(key, attributes, kinds, retypable)
-                draft.sha256 = hashlib.sha256(draft.item.data).hexdigest()
+                content = draft.item.data
+                if draft.item.vector:
+                    draft.vector = fitted(draft.item.vector, served.model)
+                    content = draft.vector.tobytes()
+                draft.sha256 = hashlib.sha256(content).hexdigest()
             except KinlensError as error:
                 draft.error = error
             seen.add(key)
     stored = gallery.vectors_of_contents([draft.sha256 for draft in drafts if draft.sha256])
     for draft in drafts:
-        draft.vector = stored.get(draft.sha256)
-    is_new = any(draft.vector is None and draft.error is None for draft in drafts)
+        if draft.vector is None:
+            draft.vector = stored.get(draft.sha256)
+    is_new = any(draft.sha256 not in stored and draft.error is None for draft in drafts)
     if is_new and isinstance(gallery, IndexedGallery):
         try:
             gallery.check_delta()  # before the work of embedding them
@@ -312,7 +324,7 @@ def _check_count(key: str, attributes: Collection[str]) -> None:
 
 
 def _store(
-    served: Served, uploads: UploadFolder | SharedUploads, drafts: Sequence[_Draft]
+    served: Served, uploads: UploadFolder | SharedUploads | None, drafts: Sequence[_Draft]
 ) -> tuple[Put, str]:
     """Store the images, then the items, and discard images that no item uses afterwards.
 
@@ -322,10 +334,14 @@ def _store(
     good = {draft.item.key: draft for draft in drafts if draft.error is None}
     old = gallery.stored([*good])
     entries = {key: draft.entry(old.get(key)) for key, draft in good.items()}
-    images = {draft.sha256: draft.item.data for key, draft in good.items() if not entries[key].path}
+    images = {
+        draft.sha256: draft.item.data
+        for key, draft in good.items()
+        if not (entries[key].path or draft.item.vector)
+    }
     replaced = [item.sha256 for key, item in old.items() if item.sha256 != entries[key].sha256]
     try:
-        with uploads.storing(images):
+        with uploads.storing(images) if uploads else contextlib.nullcontext():
             _add(served, good, entries)
     except KinlensError:
         served.discard_uploads([*images])
@@ -339,7 +355,8 @@ def _store(
 def _add(served: Served, drafts: Mapping[str, _Draft], entries: Mapping[str, Entry]) -> None:
     """Add all entries in one transaction; if the gallery refuses one, each in its own."""
     gallery = served.gallery
-    served.whole.admit(served.model.embedder.mode.precision)
+    if any(not draft.item.vector for draft in drafts.values()):
+        served.whole.admit(served.model.embedder.mode.precision)
     try:
         gallery.add(list(entries.values()))
     except InvalidParameterError:

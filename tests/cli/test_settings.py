@@ -32,7 +32,7 @@ def test_every_setting_is_printed_with_its_group_and_meaning() -> None:
         "PORT": "at least 0, at most 65,535",
         "NO_MATCH_PRIOR": "at least 0, below 1",
         "INDEX_DEVICE": "cpu or cuda",
-        "ANONYMOUS_SCOPES": "search, write or admin",
+        "ANONYMOUS_SCOPES": "search, write, admin or embed",
         "ADMIN_LINK": "true or false",
     }.items():
         assert re.search(rf"KINLENS_{name}  default: [^\n;]+; {limits}\n", printed)

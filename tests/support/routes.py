@@ -27,6 +27,10 @@ _TABLE: dict[tuple[str | None, str], str] = {
         GET /galleries/{name}/items/by-key/{key:path}/similar
         POST /galleries/{name}/items/by-key/{key:path}/explain
     """,
+    ("embed", "items"): """
+        GET /galleries/{name}/items/{item_id}/vector
+        GET /galleries/{name}/items/by-key/{key:path}/vector
+    """,
     ("write", "items"): """
         PUT /galleries/{name}/items                     PATCH /galleries/{name}/items
         DELETE /galleries/{name}/items                  DELETE /galleries/{name}/items/{item_id}

@@ -427,7 +427,7 @@ def test_each_caller_can_ask_what_it_may_do(market, bound, filtered, start_servi
     def ask(headers: dict[str, str]) -> Any:
         return market.client.get("/access", headers=headers).json()
 
-    every = ["search", "write", "admin"]
+    every = ["search", "write", "admin", "embed"]
     assert ask({}) == {"key": None, "scopes": every, "galleries": None, "filter": None}
     assert ask(bound) == {"key": "bound", "scopes": every, "galleries": [MINE], "filter": None}
     assert ask(filtered)["filter"] == "tenant = 7"

@@ -23,6 +23,7 @@ class FakeEmbedder:
     Equal images give equal vectors, similar images similar ones. `embed` sleeps for `delay_s`.
     """
 
+    name = "fake"
     provider = "FakeExecutionProvider"
     mode = FP32
     precision_reason = "asked for"

@@ -156,6 +156,7 @@ def fitted(gallery: Vectors, embedder: Facts) -> Facts:
 class ModelFacts(Protocol):
     """A model that runs, in this process or in others."""
 
+    name: str
     bundle_id: str
     dim: int
     provider: str
@@ -235,6 +236,7 @@ class BundleFacts:
     ) -> None:
         manifest = bundle.manifest
         self.bundle = bundle
+        self.name = manifest.name
         self.bundle_id = bundle.bundle_id
         self.dim = manifest.dim
         self.preprocessing = manifest.preprocessing

@@ -314,6 +314,12 @@ def put_bodies(items: Iterable[NewItem], count: int) -> Iterator[tuple[list[str]
         yield keys, {"json": {"items": vectors}} if vectors else {"parts": parts}
 
 
+def embedding_json(images: Images, model: str | None, dimensions: int | None) -> dict[str, Any]:
+    """Images to embed as JSON. Raises: ImageReadError, ArgumentError."""
+    sent = [f"data:;base64,{base64.b64encode(_content(one)).decode()}" for one in _listed(images)]
+    return {"input": sent, "model": model, "dimensions": dimensions}
+
+
 def golden_form(image: Image, label: Mapping[str, Any], name: str) -> list[Part]:
     """A labelled query as parts of a form. Raises: ImageReadError, ArgumentError."""
     return [_file(image), _field("label", json_of(label)), _field("name", name)]

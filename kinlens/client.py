@@ -537,6 +537,19 @@ class AsyncClient(_BaseClient):
         """Return an item by its id or key."""
         return await self._send(api.ItemModel, "GET", "galleries", gallery, *calls.item_path(item))
 
+    async def embed(
+        self, images: Images, *, model: str | None = None, dimensions: int | None = None
+    ) -> api.Embeddings:
+        """Return the vectors of images; the key needs the scope `embed`.
+
+        Args:
+            images: one or more images.
+            model: the name or id of a bundle; by default that of the first gallery.
+            dimensions: only the first numbers of each vector, again with norm 1.
+        """
+        body = await self._read_files(calls.embedding_json, images, model, dimensions)
+        return await self._send(api.Embeddings, "POST", "v1", "embeddings", json=body)
+
     async def vector(self, gallery: str, item: int | str) -> api.ItemVector:
         """Return the stored vector of an item by its id or key; the key needs the scope `embed`."""
         path = ("galleries", gallery, *calls.item_path(item), "vector")
@@ -863,6 +876,7 @@ class Client(_BaseClient):
     each_item = _iterating(AsyncClient.each_item)
     duplicates = _blocking(AsyncClient.duplicates)
     item = _blocking(AsyncClient.item)
+    embed = _blocking(AsyncClient.embed)
     vector = _blocking(AsyncClient.vector)
     image = _blocking(AsyncClient.image)
     patch = _blocking(AsyncClient.patch)

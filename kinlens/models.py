@@ -410,6 +410,30 @@ class ItemVector(BaseModel):
     vector: list[float]
 
 
+class EmbeddingModel(BaseModel):
+    """The vector of one input: its numbers, or base64 of them as little-endian float32."""
+
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(BaseModel):
+    """The units of work of a request: one for each input."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embeddings(BaseModel):
+    """Vectors of norm 1 in the order of the inputs; `model` is the id of the bundle."""
+
+    object: Literal["list"] = "list"
+    data: list[EmbeddingModel]
+    model: str
+    usage: EmbeddingUsage
+
+
 class ItemPage(BaseModel):
     """The matching items from `offset` on, `total` in all; by id unless `sort_by` was sent."""
 

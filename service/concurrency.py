@@ -21,8 +21,10 @@ from kinlens.embedder.errors import DeadlineExceededError, OverloadedError
 
 T = TypeVar("T")
 V = TypeVar("V")
-BulkKind = Literal["batch", "write", "golden"]
-"""Kinds of bulk work: queries of a batch, images of items to store, queries of a golden set."""
+BulkKind = Literal["batch", "write", "golden", "embed"]
+"""Kinds of bulk work: queries of a batch, images of items to store, queries of a golden set, images
+whose vectors are the answer.
+"""
 
 _CLOSE_S = 1.0
 

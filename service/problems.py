@@ -54,6 +54,7 @@ UNSUPPORTED_MEDIA = ProblemType(415, "Unsupported Media Type", "unsupported-medi
 INTERNAL = ProblemType(500, "Internal error", "internal", public=False)
 INVALID = ProblemType(422, "Invalid parameter", "invalid-parameter")
 OVERLOADED = ProblemType(503, "Too busy", "overloaded")
+UNKNOWN_MODEL = ProblemType(404, "Unknown model", "unknown-model")
 BODY_TOO_LARGE = ProblemType(413, "Request body too large", "body-too-large")
 BODY_TOO_SLOW = ProblemType(408, "Request body too slow", "body-too-slow")
 CLIENT_DISCONNECTED = ProblemType(499, "Client disconnected", "client-gone")

@@ -47,7 +47,7 @@ SIGNER: ContextVar[Key | None] = ContextVar("kinlens_signer", default=None)
 
 _OWN = frozenset((
     "access", "admin", "audit", "boxes", "docs", "feedback", "galleries", "jobs", "keys", "live",
-    "metrics", "openapi.json", "ready", "search", "startup", "ui",
+    "metrics", "openapi.json", "ready", "search", "startup", "ui", "v1",
 ))  # fmt: skip
 """The first segments of all routes: whether /ui/search begins with a prefix would be unknown."""
 _PREFIX = re.compile(r"(/[A-Za-z0-9._~-]+)+")

@@ -83,6 +83,11 @@ class Strict(BaseModel):
         return {name: value[name] for name in (*cls.model_fields, *unknown) if name in value}
 
 
+def is_data_url(text: str) -> bool:
+    """Whether a text begins as a data: URL with base64."""
+    return _DATA_URL.match(text[:_HEAD]) is not None
+
+
 def base64_content(value: Any) -> bytes:
     """A validator for base64, also in a data: URL. Other URLs are never loaded."""
     if isinstance(value, bytes):  # from a form; JSON has no bytes

@@ -355,6 +355,15 @@ class Registry:
         first = self._first()
         return self._models.running()[0] if first is None else first.model.whole
 
+    def models(self) -> list[Model]:
+        """The models of the caller's galleries; for a caller without a binding also those of no
+        gallery.
+        """
+        binding = CALLER.get()
+        served = [one.model.whole for name, one in self._served.items() if binding.permits(name)]
+        others = [] if binding.is_bound else self._models.running()
+        return list(dict.fromkeys([*served, *others]))
+
     def names(self) -> list[str]:
         """The names of the caller's galleries; the first is the default."""
         binding = CALLER.get()

@@ -29,6 +29,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "POST /boxes": lambda c: c.boxes(b"x", gallery="g"),
     "POST /feedback": lambda c: c.feedback("i", "k", "wrong"),
     "GET /galleries/{name}/feedback": lambda c: c.gallery_feedback("g"),
+    "POST /v1/embeddings": lambda c: c.embed(b"x"),
     "GET /galleries": lambda c: c.galleries(),
     "POST /galleries": lambda c: c.create_gallery("g"),
     "GET /galleries/{name}": lambda c: c.gallery("g"),

@@ -28,7 +28,7 @@ _TABLE: dict[tuple[str | None, str], str] = {
         POST /galleries/{name}/items/by-key/{key:path}/explain
     """,
     ("embed", "items"): """
-        GET /galleries/{name}/items/{item_id}/vector
+        POST /v1/embeddings             GET /galleries/{name}/items/{item_id}/vector
         GET /galleries/{name}/items/by-key/{key:path}/vector
     """,
     ("write", "items"): """

@@ -61,7 +61,7 @@ AUTO = "auto"
 _MAX_BYTES = 32 * 2**20  # of one request
 _PART_BYTES = 200  # upper bound of the headers and boundary of a part
 _SHOWN = 200
-_AS_JSON = ("facets", "vectors")
+_AS_JSON = ("facets", "fields", "vectors")
 
 
 class SearchOptions(TypedDict, total=False):
@@ -77,6 +77,7 @@ class SearchOptions(TypedDict, total=False):
     distinct: bool | Literal["near"] | None
     exact: bool | None
     facets: Sequence[str] | None
+    fields: Sequence[str] | None
     diversity: float | None
     boost: str | None
     sort_by: str | None

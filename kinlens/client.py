@@ -466,6 +466,7 @@ class AsyncClient(_BaseClient):
         key_prefix: str = "",
         sort_by: str = "",
         facets: Sequence[str] | None = None,
+        fields: Sequence[str] | None = None,
     ) -> api.ItemPage:
         """Return a page of items.
 
@@ -478,8 +479,10 @@ class AsyncClient(_BaseClient):
             key_prefix: only items whose key starts with this.
             sort_by: an attribute ("price", "price:desc"); by default items are ordered by id.
             facets: attributes whose values are counted over all matching items.
+            fields: the only attributes to return; None for all.
         """
         page = {"offset": offset, "limit": limit, "after": after, "facets": facets}
+        page |= {"fields": fields}
         page |= {"sort_by": sort_by or None}
         query = {**page, "filter": filter, "key_prefix": key_prefix}
         return await self._send(api.ItemPage, "GET", "galleries", gallery, "items", query=query)
@@ -490,8 +493,9 @@ class AsyncClient(_BaseClient):
         *,
         filter: Filter | None = None,
         key_prefix: str = "",
+        fields: Sequence[str] | None = None,
     ) -> AsyncIterator[api.ItemModel]:
-        """Iterate over all matching items, page by page.
+        """Iterate over all matching items, page by page, with all attributes or only `fields`.
 
         Items may be added, replaced and removed during the iteration. An item that stays in the
         gallery throughout is returned exactly once; items added later are not returned.
@@ -501,7 +505,8 @@ class AsyncClient(_BaseClient):
         # Ids only grow, and a replaced item gets a new id. Ids above the first page's `last` were
         # added during the iteration; without this limit, a loop that replaces each item would
         # never end.
-        query = {"limit": _PAGE, "filter": filter, "key_prefix": key_prefix, "after": None}
+        query: dict[str, Any] = {"limit": _PAGE, "filter": filter, "fields": fields}
+        query |= {"key_prefix": key_prefix, "after": None}
         first: api.ItemPage | None = None
         while True:
             path = ("galleries", gallery, "items")
@@ -533,9 +538,17 @@ class AsyncClient(_BaseClient):
         path = ("galleries", gallery, "duplicates")
         return await self._send(api.DuplicatesAnswer, "GET", *path, query=query)
 
-    async def item(self, gallery: str, item: int | str) -> api.ItemModel:
-        """Return an item by its id or key."""
-        return await self._send(api.ItemModel, "GET", "galleries", gallery, *calls.item_path(item))
+    async def count(self, gallery: str, filter: Filter | None = None) -> int:
+        """Return the number of items, or of those that match a filter."""
+        path, body = ("galleries", gallery, "count"), {"filter": filter}
+        return (await self._send(api.CountAnswer, "POST", *path, json=body)).count
+
+    async def item(
+        self, gallery: str, item: int | str, fields: Sequence[str] | None = None
+    ) -> api.ItemModel:
+        """Return an item by its id or key, with all attributes or only `fields`."""
+        path = ("galleries", gallery, *calls.item_path(item))
+        return await self._send(api.ItemModel, "GET", *path, query={"fields": fields})
 
     async def embed(
         self, images: Images, *, model: str | None = None, dimensions: int | None = None
@@ -876,6 +889,7 @@ class Client(_BaseClient):
     each_item = _iterating(AsyncClient.each_item)
     duplicates = _blocking(AsyncClient.duplicates)
     item = _blocking(AsyncClient.item)
+    count = _blocking(AsyncClient.count)
     embed = _blocking(AsyncClient.embed)
     vector = _blocking(AsyncClient.vector)
     image = _blocking(AsyncClient.image)

@@ -410,6 +410,13 @@ class ItemVector(BaseModel):
     vector: list[float]
 
 
+class CountAnswer(BaseModel):
+    """The number of items that match, and the version of the gallery."""
+
+    count: int
+    version: str
+
+
 class EmbeddingModel(BaseModel):
     """The vector of one input: its numbers, or base64 of them as little-endian float32."""
 

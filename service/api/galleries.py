@@ -7,7 +7,7 @@ from pathlib import Path as FilePath
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
 from starlette.convertors import Convertor, register_url_convertor
 
 from kinlens.embedder import errors
@@ -17,6 +17,7 @@ from kinlens.models import (
     AttributeCount,
     AttributeModel,
     CalibrationModel,
+    CountAnswer,
     Galleries,
     GalleryDetail,
     GalleryModel,
@@ -31,10 +32,12 @@ from kinlens.service.access.links import (
     VERSION_TEXT,
     public_path,
 )
+from kinlens.service.api import requests
 from kinlens.service.galleries.feedback import forget
 from kinlens.service.galleries.locations import Gallery
 from kinlens.service.galleries.registry import Served
-from kinlens.service.http.openapi import problems
+from kinlens.service.http.bodies import read_model
+from kinlens.service.http.openapi import model_docs, problems
 from kinlens.service.http.rules import Route, rule
 from kinlens.service.runtime import Runtime
 from kinlens.service.search.pipeline import calibrated_by
@@ -183,6 +186,37 @@ async def gallery(runtime: Service, name: str) -> GalleryDetail:
         detail = await runtime.read("the gallery", read, served=served)
     detail.feedback = runtime.settings.feedback
     return detail
+
+
+class CountItems(requests.Strict):
+    """The items to count: those that match the filter, or all."""
+
+    filter: Annotated[
+        str | dict[str, JsonValue] | None, Field(description="As in a search: text or JSON.")
+    ] = None
+
+
+@router.post(
+    "/galleries/{name}/count",
+    responses=problems(*FAILURES, errors.FilterError),
+    summary="Count items",
+)
+@rule("search", "items", "keys", docs=partial(model_docs, CountItems))
+async def count(runtime: Service, name: str, request: Request) -> CountAnswer:
+    """The number of items that match a filter; of all without one."""
+    async with runtime.registry.find(name):
+        pass  # raises for an unknown gallery before the body is read
+    sent = await read_model(request, CountItems)
+    where = await runtime.read("the filter", lambda: requests.where_of(sent.filter), "filter")
+    async with runtime.registry.find(name) as served:
+        gallery = served.gallery
+
+        def read() -> CountAnswer:
+            version = gallery.version
+            total = gallery.size if where is None else gallery.page(0, 0, where).total
+            return CountAnswer(count=total, version=version)
+
+        return await runtime.read("the items", read, served=served)
 
 
 @router.post(

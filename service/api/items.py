@@ -2,6 +2,7 @@
 
 import hashlib
 from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any, Self, TypeVar, get_args
 
@@ -53,16 +54,23 @@ from kinlens.service.api.requests import Strict, where_of
 from kinlens.service.encoding.vectors import numbers_of, vector_content
 from kinlens.service.galleries.items import NewItem
 from kinlens.service.galleries.locations import Gallery
+from kinlens.service.galleries.view import check_names
 from kinlens.service.http import bodies
 from kinlens.service.http.bodies import FORM, JSON, checked, read_model
 from kinlens.service.http.openapi import body_docs, inlined, model_docs, problems
 from kinlens.service.http.rules import Route, rule
 from kinlens.service.problems import described, request_id_of
 from kinlens.service.runtime import Runtime
+from kinlens.service.search.query import chosen
 from kinlens.values import AttributeValue
 
 Answer = TypeVar("Answer", PatchAnswer, RemoveAnswer)
 Attributes = dict[str, AttributeValue]
+
+Fields = Annotated[
+    str | None,
+    Query(description="The only attributes to return: colour,price; default: all."),
+]
 
 MAX_KEYS = 10_000
 """Maximum number of items that one request may patch or remove by key."""
@@ -258,6 +266,7 @@ async def items(
     facets: Annotated[
         str | None, Query(description="Attributes to count over all matching items: colour,price.")
     ] = None,
+    fields: Fields = None,
 ) -> ItemPage:
     """Items ordered by id (new items last), or by an attribute.
 
@@ -270,6 +279,7 @@ async def items(
         def read() -> ItemPage:
             above = -1 if after is None else after
             order = sort_by_of(sort_by) if sort_by else None
+            wanted_fields = _fields(gallery, fields)
             page = gallery.page(offset, limit, fitting, key_prefix, above, order)
             counts: dict[str, Any] = {}
             if facets:
@@ -279,7 +289,7 @@ async def items(
             return ItemPage(
                 total=page.total,
                 offset=offset,
-                items=[item_model(name, gallery, item) for item in page.items],
+                items=[item_model(name, gallery, item, wanted_fields) for item in page.items],
                 last=page.last,
                 generation=gallery.generation,
                 **counts,
@@ -290,29 +300,37 @@ async def items(
 
 @router.get(
     "/{item_id}",
-    responses=problems(*FAILURES, errors.ItemNotFoundError),
+    responses=problems(*FAILURES, errors.ItemNotFoundError, errors.FilterError),
     summary="Describe an item",
 )
 @rule("search", "items")
-async def item(runtime: Service, name: str, item_id: ItemId) -> ItemModel:
+async def item(runtime: Service, name: str, item_id: ItemId, fields: Fields = None) -> ItemModel:
     """One item with its attributes."""
     async with runtime.registry.find(name) as served:
         gallery = served.gallery
-        found = await runtime.read("the item", lambda: gallery.item(item_id), served=served)
-        return item_model(name, gallery, found)
+
+        def read() -> ItemModel:
+            return item_model(name, gallery, gallery.item(item_id), _fields(gallery, fields))
+
+        return await runtime.read("the item", read, served=served)
 
 
 @router.get(
     "/by-key/{key:item_key}",
     name="item",
-    responses=problems(*FAILURES, errors.ItemNotFoundError),
+    responses=problems(*FAILURES, errors.ItemNotFoundError, errors.FilterError),
     summary="Describe an item by key",
 )
 @rule("search", "items")
-async def item_by_key(runtime: Service, name: str, key: Key) -> ItemModel:
+async def item_by_key(runtime: Service, name: str, key: Key, fields: Fields = None) -> ItemModel:
     """One item with its attributes."""
     async with runtime.registry.find(name) as served:
-        return item_model(name, served.gallery, await stored_item(runtime, served, key))
+        gallery, found = served.gallery, await stored_item(runtime, served, key)
+
+        def read() -> ItemModel:
+            return item_model(name, gallery, found, _fields(gallery, fields))
+
+        return await runtime.read("the item", read, served=served)
 
 
 @router.patch(
@@ -481,12 +499,24 @@ def _noted(request: Request, answer: Answer) -> Answer:
     return answer
 
 
-def item_model(name: str, gallery: Gallery, item: Item) -> ItemModel:
-    """The response model of an item of gallery `name`."""
+def _fields(gallery: Gallery, sent: str | None) -> Sequence[str] | None:
+    """The attributes to return; None for all.
+
+    Raises: InvalidParameterError, FilterError for an unknown one.
+    """
+    names = requests.fields_of(sent)
+    check_names(gallery, names or (), "return")
+    return names
+
+
+def item_model(
+    name: str, gallery: Gallery, item: Item, fields: Sequence[str] | None = None
+) -> ItemModel:
+    """The response model of an item of gallery `name`, with the attributes `fields` or all."""
     return ItemModel(
         id=item.id,
         key=item.key,
-        attributes=dict(item.attributes),
+        attributes=dict(chosen(item.attributes, fields)),
         sha256=item.sha256,
         image=image_link(name, item.id, gallery.generation),
     )

@@ -29,6 +29,7 @@ from pydantic_core import PydanticCustomError
 from kinlens.embedder.errors import FilterError, InvalidParameterError, KinlensError
 from kinlens.embedder.preprocess import Box, check_box
 from kinlens.embedder.programs.faults import path_of, shown
+from kinlens.embedder.sources.names import composed
 from kinlens.embedder.views.windows import windows
 from kinlens.indexer import types
 from kinlens.indexer.filters.json import filter_from_json
@@ -65,7 +66,10 @@ _CORNERS = 4
 _SHOWN = 80
 _UNKNOWN_KEPT = 5
 _HEAD = 256
-_FACETS = 'send colour,price or ["colour", "price"]'
+_NAMES = 'send colour,price or ["colour", "price"]'
+MAX_FIELDS = 256
+"""Maximum number of attributes that a request can choose."""
+
 _DATA_URL = re.compile(r"\s*data:[^,]{0,200};base64,", re.IGNORECASE)
 
 
@@ -123,9 +127,17 @@ def where_of(value: str | dict[str, Any] | None) -> Filter | None:
 
 
 def facets_of(value: Any) -> list[str]:
-    """A validator for the attributes to count: a list, a JSON list as text, or names separated by
-    commas. Raises: InvalidParameterError.
-    """
+    """A validator for the attributes to count. Raises: InvalidParameterError."""
+    return _names_of("facets", value, MAX_FACETS)
+
+
+def fields_of(value: Any) -> list[str] | None:
+    """A validator for the attributes to return; None for all. Raises: InvalidParameterError."""
+    return None if value is None else _names_of("fields", value, MAX_FIELDS)
+
+
+def _names_of(field: str, value: Any, limit: int) -> list[str]:
+    """Attributes in a field: a list, a JSON list as text, or names separated by commas."""
     names = value
     if isinstance(value, str):
         try:
@@ -135,15 +147,15 @@ def facets_of(value: Any) -> list[str]:
             )
         except ValueError as error:
             raise InvalidParameterError(
-                f"facets is not a valid JSON list: {error}; {_FACETS}."
+                f"{field} is not a valid JSON list: {error}; {_NAMES}."
             ) from error
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
         raise InvalidParameterError(
-            f"facets = {shown(value)} must be names of attributes; {_FACETS}."
+            f"{field} = {shown(value)} must be names of attributes; {_NAMES}."
         )
-    if len(names) > MAX_FACETS:
+    if len(names) > limit:
         raise InvalidParameterError(
-            f"facets has {len(names):,} attributes; the limit is {MAX_FACETS}. Send fewer."
+            f"{field} has {len(names):,} attributes; the limit is {limit}. Send fewer."
         )
     return names
 
@@ -411,6 +423,16 @@ class SearchFields(Strict):
         ),
         BeforeValidator(facets_of),
     ]
+    fields: Annotated[
+        list[str] | None,
+        Field(
+            max_length=MAX_FIELDS,
+            description="The only attributes to return with each hit; default: all. 422 for a "
+            "name that no item has had.",
+            examples=[["colour", "price"]],
+        ),
+        BeforeValidator(fields_of),
+    ] = None
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
@@ -452,6 +474,7 @@ class SearchFields(Strict):
             distinct=self.distinct,
             exact=self.exact,
             facets=tuple(dict.fromkeys(self.facets)),
+            fields=None if self.fields is None else tuple(map(composed, self.fields)),
             diversity=self.diversity or 0.0,
             boost=types.boost_of(self.boost) if self.boost else None,
             sort_by=types.sort_by_of(self.sort_by) if self.sort_by else None,

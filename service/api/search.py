@@ -76,7 +76,7 @@ _BATCHES = {
     "two": {"value": {"queries": [{"images": _IMAGES, "k": 5}, {"positives": ["shoes/0017.jpg"]}]}}
 }
 FILE = {"type": "string", "format": "binary"}
-_FACETS = {"type": "string", "examples": ["colour,price"]}
+_NAMES = {"type": "string", "examples": ["colour,price"]}
 _VECTORS = {"type": "string", "examples": ['[{"vector": [0.6, 0.8], "weight": 0.5}]']}
 _CROP_TEXT = (
     "left,top,width,height as fractions of the upright image; or auto for the whole image and "
@@ -101,7 +101,8 @@ def _text_fields(model: type[SearchFields]) -> dict[str, Any]:
         default = schema.pop("default", None)
         known = {} if default is None else {"default": default}
         texts[name.removesuffix("s")] = {**choice, **schema, **known}  # positives -> positive
-    texts["facets"] = {**_FACETS, "description": texts.pop("facet")["description"]}
+    for name in ("facets", "fields"):
+        texts[name] = {**_NAMES, "description": texts.pop(name.removesuffix("s"))["description"]}
     if vectors := texts.pop("vector", None):
         texts["vectors"] = {**_VECTORS, "description": f"{vectors['description']} As JSON."}
     if texts.pop("image", None):

@@ -129,7 +129,7 @@ class GalleryView:
         if where is not None:
             self._check(where.check)
         if sort_by is not None:
-            self._check_name(sort_by.attribute, "sort by")
+            self.check_name(sort_by.attribute, "sort by")
         if not self._is_known():
             return Page(0, [], None)
         return self.whole.page(offset, limit, self._with(where), prefix, after, sort_by)
@@ -166,7 +166,7 @@ class GalleryView:
         if limited is None:
             return {name: Facet() for name in names}
         for name in names:
-            self._check_name(name, "count")
+            self.check_name(name, "count")
         return self.whole.facets(names, query, limited, prefix)
 
     def add(self, entries: Iterable[Entry], owned: frozenset[str] | None = None) -> Written:
@@ -224,7 +224,7 @@ class GalleryView:
                     "gallery, and the key has a filter. Send NAME:WEIGHT:FROM:TO."
                 )
         if sort_by is not None:
-            self._check_name(sort_by.attribute, "sort by")
+            self.check_name(sort_by.attribute, "sort by")
         return replace(options, where=self._with(where)) if self._is_known() else None
 
     def _is_known(self) -> bool:
@@ -247,8 +247,20 @@ class GalleryView:
             check(seen)
             raise
 
-    def _check_name(self, name: str, purpose: str) -> None:
+    def check_name(self, name: str, purpose: str) -> None:
+        """Raises: FilterError if no visible item has an attribute of this name."""
         self._check(lambda schema: check_attribute(name, schema, purpose))
 
     def _has(self, name: str) -> bool:
         return self.page(0, 0, Exists(name)).total > 0
+
+
+def check_names(
+    gallery: Gallery | MilvusStore | GalleryView, names: Iterable[str], purpose: str
+) -> None:
+    """Check that attributes are known; `purpose` is for the message. Raises: FilterError."""
+    for name in names:
+        if isinstance(gallery, GalleryView):
+            gallery.check_name(name, purpose)
+        elif schema := gallery.schema():
+            check_attribute(name, schema, purpose)

@@ -45,7 +45,7 @@ from kinlens.service.encoding.vectors import VectorView
 from kinlens.service.encoding.workers import Vector
 from kinlens.service.galleries.locations import Gallery
 from kinlens.service.galleries.registry import FILTERED, Registry, Served
-from kinlens.service.galleries.view import GalleryView
+from kinlens.service.galleries.view import GalleryView, check_names
 from kinlens.service.observe.metrics import Metrics, record_wait, span
 from kinlens.service.search.query import Answer, Found, Query, nearness
 from kinlens.values import single
@@ -220,7 +220,9 @@ class Pipeline:
             before = time.perf_counter()
             with served.reading(), span("search"):
                 found = find(served, query, vectors, calibrated, self._prior, cancel_token)
-            results = found.encoded(served.name, gallery.generation, _grouped_by(query))
+            results = found.encoded(
+                served.name, gallery.generation, _grouped_by(query), query.fields
+            )
             search_ms = (time.perf_counter() - before) * 1e3
             # If the version has changed, the results may be from a later version.
             if not served.is_remote and gallery.version == version:
@@ -333,6 +335,8 @@ def find(
     """
     cancel_token.check()
     gallery = served.gallery
+    if query.fields:
+        check_names(gallery, query.fields, "return")
     targets, exclude, positives = _targets(served, query, vectors)
     options = SearchOptions(
         where=query.where,

@@ -26,6 +26,7 @@ from kinlens.service.access.links import link_parts
 from kinlens.service.encoding.model import Stages, View
 from kinlens.service.encoding.vectors import VectorView
 from kinlens.service.galleries.view import GalleryView
+from kinlens.values import AttributeValue
 
 _HITS_OF_A_UNIT = 1_000
 
@@ -46,6 +47,7 @@ class Query:
     best_view: search with each view separately and score an item by its best view; otherwise
         search with the mean of the views.
     facets: attributes whose values are counted over all matching items.
+    fields: the only attributes that the answer has; None for all.
     distinct: of items with equal content return only the best; "near": also of near-duplicates.
     """
 
@@ -65,6 +67,7 @@ class Query:
     exact: bool = False
     best_view: bool = False
     facets: tuple[str, ...] = ()
+    fields: tuple[str, ...] | None = None
     diversity: float = 0.0
     boost: Boost | None = None
     sort_by: SortBy | None = None
@@ -118,7 +121,7 @@ class Query:
             None if self.where is None else repr(self.where),
             None if grouping is None else (grouping.by, grouping.size),
             (self.distinct, self.exact),
-            self.facets,
+            (self.facets, self.fields),
             (float(self.diversity) + 0.0, repr(self.boost), repr(self.sort_by)),
         )
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
@@ -173,8 +176,12 @@ class Found:
     match: bool = False
     facets: Mapping[str, Facet] = field(default_factory=dict)
 
-    def encoded(self, gallery: str, generation: str, by: str) -> bytes:
-        """The cacheable part of an answer as JSON bytes; groups have equal values of `by`."""
+    def encoded(
+        self, gallery: str, generation: str, by: str, fields: Sequence[str] | None
+    ) -> bytes:
+        """The cacheable part of an answer as JSON bytes; groups have equal values of `by`, and hits
+        have only the attributes `fields`, unless that is None.
+        """
         start, end = link_parts(gallery, generation)
         shares, views = self.shares, self.views
 
@@ -185,7 +192,7 @@ class Found:
                     "key": hit.key,
                     "score": floor(hit.score * 1e6 + 1e-6) / 1e6,  # as `_floored`
                     "probability": None if shares is None else _floored(shares.of(hit), 4),
-                    "attributes": hit.attributes,
+                    "attributes": chosen(hit.attributes, fields),
                     "image": f"{start}{hit.id}{end}",
                 }
                 for hit in hits
@@ -216,6 +223,15 @@ class Found:
         if self.facets:
             results["facets"] = {name: facet.described() for name, facet in self.facets.items()}
         return to_json(results)
+
+
+def chosen(
+    attributes: Mapping[str, AttributeValue], fields: Sequence[str] | None
+) -> Mapping[str, AttributeValue]:
+    """Those of the attributes that `fields` names, in its order; all if it is None."""
+    if fields is None:
+        return attributes
+    return {name: attributes[name] for name in fields if name in attributes}
 
 
 def _floored(value: float, digits: int) -> float:

@@ -33,6 +33,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "GET /galleries": lambda c: c.galleries(),
     "POST /galleries": lambda c: c.create_gallery("g"),
     "GET /galleries/{name}": lambda c: c.gallery("g"),
+    "POST /galleries/{name}/count": lambda c: c.count("g"),
     "DELETE /galleries/{name}": lambda c: c.delete_gallery("g"),
     "GET /galleries/{name}/duplicates": lambda c: c.duplicates("g"),
     "GET /galleries/{name}/items": lambda c: c.items("g"),

@@ -26,6 +26,7 @@ _TABLE: dict[tuple[str | None, str], str] = {
         GET /galleries/{name}/items/by-key/{key:path}/image
         GET /galleries/{name}/items/by-key/{key:path}/similar
         POST /galleries/{name}/items/by-key/{key:path}/explain
+        POST /galleries/{name}/count
     """,
     ("embed", "items"): """
         POST /v1/embeddings             GET /galleries/{name}/items/{item_id}/vector

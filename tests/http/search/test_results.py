@@ -272,6 +272,8 @@ def test_every_parameter_is_part_of_the_cache_key(market) -> None:
         {"exact": True},
         {"facets": ["colour"]},
         {"facets": ["colour", "price"]},
+        {"fields": ["colour"]},
+        {"fields": []},
         {"diversity": 0.3},
         {"boost": "price:0.1"},
         {"boost": "price:0.1:0:50"},

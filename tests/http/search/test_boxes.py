@@ -1,6 +1,7 @@
 """Boxes of a detector: alone, and as the parts of `crops` = auto."""
 
 import base64
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -10,8 +11,11 @@ import pytest
 
 from kinlens.client import Client
 from kinlens.embedder.bundle import Bundle
+from kinlens.embedder.session import OnnxEmbedder
 from kinlens.embedder.views.boxes import MOST_BOXES
+from kinlens.service import app as service_app
 from tests.support.detectors import bright_photo, with_detector
+from tests.support.seams import ForkServer, Workers
 from tests.support.servers import DEFAULTS, Running, create_app, run, settings_of, workers_of
 from tests.support.shops import assert_problem
 
@@ -217,3 +221,36 @@ def test_two_photos_have_their_own_boxes(start: Start) -> None:
     images[1]["data"] = base64.b64encode(b"no image").decode()
     answer = service.client.post("/search", json={"images": images})
     assert "Image 2: " in assert_problem(answer, 415, "unsupported-format")["detail"]
+
+
+def test_a_model_in_the_process_of_the_service_gets_boxes_from_its_workers(
+    start: Start, tiny_bundle: Bundle, tiny_settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """As a model on a GPU does."""
+    expected = auto(start(), PHOTO, k=12)["hits"]
+    bundle = with_detector(tiny_bundle, tmp_path / "bundle")
+    workers = Workers(ForkServer(1024, 30.0, bundle), 30.0, 4)
+    workers.start()
+    settings = settings_of(**DEFAULTS | tiny_settings)
+    app = service_app.create_app(settings, OnnxEmbedder.open(bundle), workers=workers)
+    with closing(run(app)) as service:
+        hits = auto(service, PHOTO, k=12)["hits"]
+        assert sorted_crops(boxes_of(service, PHOTO)["boxes"]) == CROPS
+    assert [(hit["key"], hit["view"]) for hit in hits] == [
+        (hit["key"], hit["view"]) for hit in expected
+    ]
+
+
+def test_galleries_of_the_bundle_without_the_detector_are_served(
+    start: Start, tiny_bundle: Bundle, tiny_settings: dict[str, Any], tmp_path: Path
+) -> None:
+    state = tmp_path / "state"
+    copy = with_detector(tiny_bundle, tmp_path / "copy")
+    shutil.copytree(copy.path, state / "bundles" / "copy")
+    with closing(run(create_app(settings_of(**DEFAULTS | tiny_settings, state=state)))) as service:
+        [listed] = service.client.get("/galleries").json()["galleries"]
+        assert listed["has_boxes"] is False, "the bundle of the settings comes first"
+        plain = service.search(PHOTO).json()
+    service = start()
+    assert service.search(PHOTO).json()["hits"] == plain["hits"]
+    assert service.client.get("/galleries").json()["bundle_id"] == plain["bundle_id"]

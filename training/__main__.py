@@ -25,6 +25,7 @@ try:
     from kinlens.training.commands.attach import attach
     from kinlens.training.commands.data import app as data_app
     from kinlens.training.commands.fit import crossval, fit, new, report, search, tournament
+    from kinlens.training.commands.imports import import_onnx
     from kinlens.training.commands.models import evaluate, export
     from kinlens.training.commands.words import teach_words
 except ModuleNotFoundError as missing:
@@ -35,6 +36,7 @@ for command in (
     adapt, new, fit, evaluate, report, export, attach, teach_words, crossval, search, tournament
 ):  # fmt: skip
     app.command()(command)
+app.command("import")(import_onnx)
 app.add_typer(data_app, name="data")
 
 
@@ -50,6 +52,7 @@ _ALONE = (
     "crossval",
     "evaluate",
     "export",
+    "import",
     "search",
     "teach-words",
     "tournament",

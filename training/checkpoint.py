@@ -11,9 +11,11 @@ from torch import Tensor
 
 from kinlens.embedder.errors import CheckpointError
 from kinlens.training.config.job import Job, parse_job
+from kinlens.training.config.settings import ONNX
 from kinlens.training.folder import UNTRAINED, replacing
 from kinlens.training.models.backbones import State
 from kinlens.training.models.embedding import EmbeddingNet
+from kinlens.training.models.onnx_trunk import OnnxTrunk
 from kinlens.training.parts.own import is_own, require_sources, source_sha256
 
 FILE = "checkpoint.pt"
@@ -131,7 +133,9 @@ class Checkpoint:
         if job.model.dim == "auto":  # that of the trunk, or of a bundle that may be gone
             head = "projection.linear" if job.model.hidden else "projection"
             changes["dim"] = len(self.net[f"{head}.weight"])
-        net = EmbeddingNet(job.model.model_copy(update=changes), job.regularizers.with_flow)
+        trunk = OnnxTrunk.of(self.net) if job.model.backbone == ONNX else None
+        model = job.model.model_copy(update=changes)
+        net = EmbeddingNet(model, job.regularizers.with_flow, trunk)
         net.load_state_dict(self.weights())
         return job, (net.without_head() if self.trunk_alone else net).eval()
 

@@ -3,7 +3,6 @@
 Exported are normalisation, trunk, pooling, projection, the first flow and the L2 normalisation.
 """
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -14,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import nn
 
 from kinlens.embedder.bundle import MAP, WEIGHTS, Bundle, make_room, model_name, write_bundle
@@ -33,18 +31,17 @@ from kinlens.embedder.manifest import (
     Preprocessing,
     Variant,
 )
-from kinlens.embedder.preprocess import preprocess
 from kinlens.embedder.seen import Seen
 from kinlens.embedder.session import OnnxEmbedder
 from kinlens.embedder.types import Embed, Embeddings, Images
-from kinlens.rendered.catalogue import render_view
 from kinlens.training.bundles.calibration import fit_calibration
+from kinlens.training.bundles.golden import golden_images, golden_inputs
 from kinlens.training.bundles.graph import write_onnx
 from kinlens.training.bundles.map import write_map
 from kinlens.training.bundles.precisions import Candidate, OnRefusal, accepted, open_candidates
 from kinlens.training.checkpoint import Checkpoint
 from kinlens.training.config.job import Job, parse_job
-from kinlens.training.config.settings import Input, Model
+from kinlens.training.config.settings import ONNX, Input, Model
 from kinlens.training.data.records import LabelledImages, Split
 from kinlens.training.device import choose_device
 from kinlens.training.evaluation.evaluate import OnBatch, embed, embed_with, searched
@@ -54,6 +51,7 @@ from kinlens.training.folder import UNTRAINED
 from kinlens.training.models.backbones import write_weights
 from kinlens.training.models.embedding import EmbeddingNet, torch_embed
 from kinlens.training.models.from_bundle import new_network
+from kinlens.training.models.onnx_trunk import OnnxTrunk
 
 PARITY_BATCHES = (1, 3, 8, 13)
 """Batch sizes at which torch and ONNX are compared; none is the batch size of the trace."""
@@ -62,23 +60,20 @@ MAX_DIFFERENCE = 1e-4
 MAX_RECALL_DIFFERENCE = 0.1
 """Points of R@1."""
 
-_GOLDEN_IMAGES = 8
-_GOLDEN_SCALES = (1.3, 2.5)
-_EXIF_ORIENTATION = 0x0112
 _PACKAGES = ("torch", "onnx", "pillow", "numpy")
 
 _Vectors = dict[tuple[str, str], Embeddings]
 
 
 @dataclass(frozen=True)
-class _Data:
+class Measured:
     """The images that an export is measured on, the precisions, and the callbacks."""
 
     split: Split
     job: Job
-    asked: Sequence[Precision]
-    on_batch: OnBatch | None
-    on_refusal: OnRefusal | None
+    asked: Sequence[Precision] = ("fp32",)
+    on_batch: OnBatch | None = None
+    on_refusal: OnRefusal | None = None
 
     @property
     def ks(self) -> tuple[int, ...]:
@@ -133,7 +128,7 @@ def export_checkpoint(
     make_room(out)
     split.require(checkpoint.split_sha256, "The checkpoint")
     job = parse_job(checkpoint.job)
-    data = _Data(split, job, precisions, on_batch, on_refusal)
+    data = Measured(split, job, precisions, on_batch, on_refusal)
     spec, backbone = job.input.preprocessing(), job.model.backbone
     if trunk and checkpoint.began_with != UNTRAINED:
         raise ExportError(
@@ -195,6 +190,27 @@ def export_network(
         return write_bundle(out, manifest, trial.model_path, images, inputs, golden)
 
 
+def export_imported(
+    graph: Path,
+    parity: Parity,
+    name: str,
+    licence: str,
+    spec: Preprocessing,
+    out: Path,
+    data: Measured | None = None,
+) -> Bundle:
+    """Write the bundle of a graph of `import_graph`, whose difference from its file is `parity`.
+
+    Without `data` it has no recall, calibration and other precisions.
+
+    Raises: EvaluationError if all embeddings are equal; ExportError, BundleError.
+    """
+    model = Model(backbone=ONNX, weights="none", frozen_trunk=True)
+    net = EmbeddingNet(model, trunk=OnnxTrunk(graph.read_bytes())).without_head().eval()
+    manifest = _manifest(name, net.dim, spec, ONNX, licence=licence, parity=parity)
+    return _export(net, manifest, out, data)
+
+
 def images_to_embed(split: Split) -> int:
     """The total of a progress bar for `export_checkpoint`."""
     return sum(len(images) for name, images in split.parts.items() if name != "train")
@@ -228,7 +244,7 @@ def _export(
     net: EmbeddingNet,
     manifest: BundleManifest,
     out: Path,
-    data: _Data | None = None,
+    data: Measured | None = None,
     with_map: bool = False,
     seen: Seen | None = None,
     keep_weights: bool = False,
@@ -239,7 +255,7 @@ def _export(
         inputs = trial.golden_inputs()
         fp32 = OnnxEmbedder.open(trial, SessionSettings(threads=core_count()))
         golden = fp32.embed(inputs)
-        parity = check_parity(trial.golden_vectors(), fp32.embed, inputs)
+        parity = manifest.parity or check_parity(trial.golden_vectors(), fp32.embed, inputs)
         figures: dict[str, Any] = {"parity": parity}
         candidates: list[Candidate] = []
         if data is not None:
@@ -280,13 +296,13 @@ def _trial(net: nn.Module, manifest: BundleManifest, folder: Path) -> Bundle:
     spec = manifest.preprocessing
     write_onnx(net, spec.crop_px, folder / "model.onnx")
     images = golden_images(spec)
-    inputs = np.stack([preprocess(data, spec) for data in images])
+    inputs = golden_inputs(images, spec)
     golden = torch_embed(net, inputs)
     return write_bundle(folder / "trial", manifest, folder / "model.onnx", images, inputs, golden)
 
 
 def _embedded(
-    data: _Data,
+    data: Measured,
     spec: Preprocessing,
     net: EmbeddingNet,
     by_onnx: Embed,
@@ -315,7 +331,7 @@ def _embedded(
 
 
 def _figures(
-    parity: Parity, data: _Data, vectors: _Vectors, candidates: Sequence[Candidate]
+    parity: Parity, data: Measured, vectors: _Vectors, candidates: Sequence[Candidate]
 ) -> dict[str, Any]:
     """The manifest's fields on recall, parity and calibration; candidates get their comparison."""
     by_torch, by_onnx = (_recall(data, vectors, name) for name in ("torch", "fp32"))
@@ -344,27 +360,12 @@ def _figures(
     }
 
 
-def _recall(data: _Data, vectors: _Vectors, name: str) -> Retrieval:
+def _recall(data: Measured, vectors: _Vectors, name: str) -> Retrieval:
     found = [vectors[part, name] for part in ("test", "gallery") if (part, name) in vectors]
     return retrieval(*searched(found, data.split.tested), ks=data.ks)
 
 
 # The ONNX file, and its difference from the network
-
-
-def golden_images(spec: Preprocessing) -> list[bytes]:
-    """Rendered products as JPEGs: half are large enough to be scaled, the last is rotated."""
-    files = []
-    for number in range(_GOLDEN_IMAGES):
-        size = round(spec.resize_px * _GOLDEN_SCALES[number % 2])
-        view = render_view(number, number, size_px=min(max(size, 32), 1024))
-        exif = Image.Exif()
-        if number == _GOLDEN_IMAGES - 1:
-            exif[_EXIF_ORIENTATION] = 6
-        buffer = io.BytesIO()
-        view.save(buffer, "JPEG", quality=92, exif=exif)
-        files.append(buffer.getvalue())
-    return files
 
 
 def check_parity(by_torch: Embeddings, by_onnx: Embed, inputs: Images) -> Parity:

@@ -1,5 +1,6 @@
 """Write the graph of a network as ONNX, and find the nodes of its trunk."""
 
+import copy
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -7,14 +8,16 @@ from pathlib import Path
 import onnx
 import torch
 from onnx import NodeProto, numpy_helper
-from torch import nn
+from torch import Tensor, nn
 
 from kinlens.embedder.errors import ExportError
 from kinlens.embedder.views.text import IDS
+from kinlens.training.bundles.imported import TRUNK
+from kinlens.training.models.embedding import EmbeddingNet
+from kinlens.training.models.onnx_trunk import OnnxTrunk
 
 _TRACE_BATCH = 2
 _OPSET = 20
-_TRUNK = "trunk."
 _POINTWISE = "Add Clip Concat Elu Gelu HardSigmoid HardSwish LeakyRelu Mul PRelu Relu Sigmoid"
 
 
@@ -24,6 +27,9 @@ def write_onnx(net: nn.Module, size_px: int, path: Path, output: str = "embeddin
     Activations of `net` that work in place do so no more: the exporter takes each of them apart,
     which takes longer than all else.
     """
+    if isinstance(net, EmbeddingNet) and isinstance(net.trunk, OnnxTrunk):
+        _write_on_trunk(net, net.trunk, path)
+        return
     for module in net.modules():
         if hasattr(module, "inplace"):
             module.inplace = False  # type: ignore[assignment]
@@ -37,7 +43,9 @@ def write_text_onnx(net: nn.Module, context: int, path: Path) -> None:
     _write(net, sample, path, IDS, "embeddings")
 
 
-def _write(net: nn.Module, sample: torch.Tensor, path: Path, source: str, output: str) -> None:
+def _write(
+    net: nn.Module, sample: Tensor, path: Path, source: str, output: str, opset: int = _OPSET
+) -> None:
     write = partial(
         torch.onnx.export,
         net,
@@ -45,7 +53,7 @@ def _write(net: nn.Module, sample: torch.Tensor, path: Path, source: str, output
         path,
         dynamo=True,
         external_data=False,
-        opset_version=_OPSET,
+        opset_version=opset,
         input_names=[source],
         output_names=[output],
         dynamic_shapes=({0: torch.export.Dim("n", min=1)},),
@@ -60,6 +68,41 @@ def _write(net: nn.Module, sample: torch.Tensor, path: Path, source: str, output
             write()
 
 
+class _Head(nn.Module):
+    """The part of a network after its trunk: features (N, C) to unit embeddings (N, D)."""
+
+    def __init__(self, net: EmbeddingNet) -> None:
+        super().__init__()
+        self.net = copy.deepcopy(net)
+        self.net.trunk = nn.Identity()
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.net.embed(self.net.project(features))
+
+
+def _write_on_trunk(net: EmbeddingNet, trunk: OnnxTrunk, path: Path) -> None:
+    """The file of an imported trunk, with the head of `net` behind it."""
+    if net.flow is None and isinstance(net.projection, nn.Identity):
+        path.write_bytes(trunk.content())
+        return
+    whole = onnx.load_from_string(trunk.content())
+    for values in (x.output for x in whole.graph.node):
+        values[:] = ["features" if name == "embeddings" else name for name in values]
+    whole.graph.output[0].name = "features"
+    opset = next(x.version for x in whole.opset_import if x.domain in ("", "ai.onnx"))
+    _write(
+        _Head(net).eval(),
+        torch.zeros(_TRACE_BATCH, net.channels),
+        path,
+        "head",
+        "embeddings",
+        opset,
+    )
+    head = onnx.load(path)
+    whole.ir_version = head.ir_version = max(whole.ir_version, head.ir_version)
+    onnx.save(onnx.compose.merge_models(whole, head, [("features", "head")]), path)
+
+
 def trunk_nodes(model: onnx.ModelProto) -> list[str]:
     """Names of the nodes between the first and the last weight of the trunk, in their order.
 
@@ -72,10 +115,10 @@ def trunk_nodes(model: onnx.ModelProto) -> list[str]:
     nodes = model.graph.node
     for number, node in enumerate(nodes):
         node.name = node.name or f"{node.op_type}_unnamed_{number}"
-    weighted = {n.name for n in nodes if any(i.startswith(_TRUNK) for i in n.input)}
+    weighted = {n.name for n in nodes if any(i.startswith(TRUNK) for i in n.input)}
     if not weighted:
         raise ExportError(
-            f"The graph has no weight whose name begins with {_TRUNK!r}, so there is nothing to "
+            f"The graph has no weight whose name begins with {TRUNK!r}, so there is nothing to "
             "quantize. Export it with this version of kinlens-train."
         )
     behind = _closure(nodes, weighted)

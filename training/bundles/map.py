@@ -28,6 +28,7 @@ from kinlens.training.models.embedding import (
     Pool,
     torch_embed,
 )
+from kinlens.training.models.onnx_trunk import OnnxTrunk
 from kinlens.training.regularizers.flows import Coupling, Scaling
 
 MAX_SUM_DIFFERENCE = 1e-3
@@ -160,6 +161,11 @@ def write_map(
     net: EmbeddingNet, spec: Preprocessing, inputs: Images, embeddings: Embeddings, path: Path
 ) -> MapFile:
     """Write the map of `net` as ONNX, checked on golden tensors. Raises: ExportError."""
+    if isinstance(net.trunk, OnnxTrunk):
+        raise ExportError(
+            "There is no map of an imported network: its positions are not known. Export without "
+            "--map."
+        )
     if spec.aspect == "squashed":
         raise ExportError(
             'There is no map for input.aspect = "squashed": its positions are not squares of the '

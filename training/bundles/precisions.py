@@ -31,6 +31,7 @@ from kinlens.training.data.records import LabelledImages
 from kinlens.training.data.samplers import times_before
 from kinlens.training.evaluation.retrieval import Retrieval, retrieval
 from kinlens.training.models.embedding import EmbeddingNet
+from kinlens.training.models.onnx_trunk import OnnxTrunk
 
 MAX_RECALL_LOSS = 0.5
 """Points of R@1 that a precision may lose; more if the loss may be chance."""
@@ -173,6 +174,11 @@ def make_file(
     path = bundle.path.parent / f"{precision}.onnx"
     spec = bundle.manifest.preprocessing
     if precision == "fp16":
+        if isinstance(net.trunk, OnnxTrunk):
+            raise ExportError(
+                "An imported network has no fp16 version. Export it in fp32 or int8, or import a "
+                "file in float16."
+            )
         half = with_half_trunk(net)
         try:
             write_onnx(half, spec.crop_px, path)

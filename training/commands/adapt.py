@@ -1,12 +1,11 @@
 """kinlens-train adapt."""
 
 import hashlib
-import json
 import shlex
 import shutil
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,8 +16,10 @@ from kinlens.training.commands.jobs import (
     Data,
     Overrides,
     Verbose,
+    input_settings,
     load_images,
     note_untrained,
+    shop_job,
     shop_of,
     stoppable,
     summary,
@@ -44,6 +45,10 @@ def adapt(
     weights: Annotated[
         str, typer.Option(help='"imagenet", the path of a weight file, or of a bundle.')
     ] = "imagenet",
+    bundle: Annotated[
+        Path | None,
+        typer.Option(help="Adapt this bundle, also one of `import`: with its network and sizes."),
+    ] = None,
     run: Annotated[
         Path | None,
         typer.Option(help="Run folder with the report; default runs/adapt-NAME-DIGEST."),
@@ -63,31 +68,28 @@ def adapt(
 
     kinlens-train adapt --data /my/shop --out bundles/shop
 
+    kinlens-train adapt --bundle bundles/imported --data /my/shop --out bundles/shop
+
     \b
     kinlens-train adapt --data /my/shop --out bundles/siglip \\
       --backbone timm:vit_base_patch32_siglip_256.v2_webli \\
       --set input.size_px=256 --set input.resize_px=288 --set input.test_px=256
     """
     precisions = precisions_of(precision)
+    settings, options = _start(backbone, weights, bundle)
     root, name, table = shop_of(data)
     # Imported after the folder is found, as torch takes seconds.
     from kinlens.embedder.bundle import MANIFEST, make_room
     from kinlens.training.bundles.bundle import export_checkpoint
     from kinlens.training.checkpoint import load_chosen
-    from kinlens.training.config.job import expand_path, load_job, with_absolute_paths
+    from kinlens.training.config.job import expand_path
     from kinlens.training.data.records import content_digest, read_rows
     from kinlens.training.folder import by_name
     from kinlens.training.runner import seen_in
     from kinlens.training.start import continues_model
 
     make_room(out)
-    content = [f'name="{name}"', f"model.backbone={backbone}", f"model.weights={weights}"]
-    if table:
-        file = json.dumps(table)
-        content.append(f'data={{kind="csv", root="", file={file}, small_classes="drop"}}')
-    options = {"model.backbone": f"--backbone {backbone}", "model.weights": f"--weights {weights}"}
-    job = with_absolute_paths(load_job("adapt", [*content, *(overrides or ())], options))
-    job = job.model_copy(update={"data": job.data.model_copy(update={"root": str(root)})})
+    job = shop_job(data, settings, options, overrides or ())
     note_untrained(job, "adapt", names_of(overrides or ()))
     if continues_model(job) and not job.protocol.trains:
         fact = "is trained already, and adapt does not change it"
@@ -114,7 +116,7 @@ def adapt(
     digest = hashlib.sha256(repr((by_name(job.as_dict()), contents)).encode()).hexdigest()
     folder = run or Path("runs") / f"adapt-{name}-{digest[:8]}"
     result = _train(job, split, folder, digest, verbose)
-    bundle = export_checkpoint(
+    written = export_checkpoint(
         load_chosen(folder),
         split,
         out,
@@ -124,16 +126,39 @@ def adapt(
         seen=seen_in(folder),
     )
     if verbose:
-        describe(bundle)
+        describe(written)
     note(_outcome(result))
     note(f"Report: {folder / 'report.md'}")
-    note(f"Bundle {bundle.bundle_id[:12]}: {out}")
+    note(f"Bundle {written.bundle_id[:12]}: {out}")
     words = ["kinlens-index", "build", str(data if data.is_dir() else data.parent)]
     # Another list names no items, while a folder names the product of each image.
     if table and {"key", PRODUCT} & next(read_rows(root / table, cure=""))[1].keys():
         words += ["--csv", str(root / table)]
     words += ["--bundle", str(out), "--out", f"galleries/{name}"]
     note(f"Next: {shlex.join(words)}")
+
+
+def _start(
+    backbone: str, weights: str, bundle: Path | None
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The settings of a job from the options, and the options by setting. Raises: BundleError."""
+    given = {"model.backbone": f"--backbone {backbone}", "model.weights": f"--weights {weights}"}
+    if bundle is None:
+        return {"model.backbone": backbone, "model.weights": weights}, given
+    if (backbone, weights) != ("mobilenet_v2", "imagenet"):
+        raise typer.BadParameter(
+            f"--bundle has a network and its weights; omit {' and '.join(given.values())}"
+        )
+    from kinlens.embedder.bundle import Bundle
+
+    manifest = Bundle.open(bundle).manifest
+    settings = {
+        "model.backbone": manifest.backbone,
+        "model.weights": str(bundle),
+        "licence": manifest.licence,
+        **input_settings(manifest.preprocessing),
+    }
+    return settings, dict.fromkeys(settings, f"--bundle {bundle}")
 
 
 def _train(job: "Job", split: "Split", folder: Path, digest: str, verbose: bool) -> "Result":

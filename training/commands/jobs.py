@@ -4,6 +4,7 @@ The modules of the commands import neither torch, numpy nor pydantic: all of the
 each help text and each typing error.
 """
 
+import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from kinlens.training.config.layers import known_jobs, names_of, read_layers, re
 from kinlens.training.report.log import note, progress_bar
 
 if TYPE_CHECKING:
+    from kinlens.embedder.manifest import Preprocessing
     from kinlens.training.config.job import Job
     from kinlens.training.data.records import Split
 
@@ -92,6 +94,39 @@ def shop_of(data: Path) -> tuple[Path, str, str]:
     except UnicodeEncodeError as error:
         raise JobError(f"{str(root)!a} is not valid UTF-8. Rename it.") from error
     return root, _NOT_IN_NAMES.sub("-", root.name).strip("-._") or "shop", table
+
+
+def shop_job(
+    data: Path,
+    settings: Mapping[str, Any],
+    options: Mapping[str, str],
+    overrides: Sequence[str] = (),
+) -> "Job":
+    """The job `adapt` on the images of a user, with absolute paths. Raises: JobError.
+
+    `options` are the words by which the user gave `settings`.
+    """
+    root, name, table = shop_of(data)
+    from kinlens.training.config.job import load_job, with_absolute_paths
+
+    content = [f"{key}={json.dumps(value)}" for key, value in {"name": name, **settings}.items()]
+    if table:
+        file = json.dumps(table)
+        content.append(f'data={{kind="csv", root="", file={file}, small_classes="drop"}}')
+    job = with_absolute_paths(load_job("adapt", [*content, *overrides], options))
+    return job.model_copy(update={"data": job.data.model_copy(update={"root": str(root)})})
+
+
+def input_settings(spec: "Preprocessing") -> dict[str, Any]:
+    """The settings of a job whose images are preprocessed as by a bundle."""
+    return {
+        "input.size_px": spec.crop_px,
+        "input.test_px": spec.crop_px,
+        "input.resize_px": spec.resize_px,
+        "input.interpolation": spec.interpolation,
+        "input.aspect": spec.aspect,
+        "input.crop": "fixed" if spec.aspect == "squashed" else "area",
+    }
 
 
 def require_run(folder: Path) -> None:

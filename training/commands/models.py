@@ -360,7 +360,8 @@ def describe(bundle: "Bundle") -> None:
             f"{manifest.baseline.model} {with_interval(before, queries)}"
         )
     if manifest.parity is not None:
-        typer.echo(f"ONNX and torch differ by at most {manifest.parity.max_abs_difference:.1e}")
+        source = "the imported file" if manifest.backbone == "onnx" else "torch"
+        typer.echo(f"ONNX and {source} differ by at most {manifest.parity.max_abs_difference:.1e}")
     if manifest.map is not None:
         typer.echo(f"map: sums to the embeddings to {manifest.map.sum_difference:.1e}")
     held_out = manifest.held_out

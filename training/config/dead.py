@@ -8,7 +8,7 @@ from typing import Any
 from kinlens.embedder.errors import JobError
 from kinlens.training.config.job import Job, load_job
 from kinlens.training.config.layers import names_of
-from kinlens.training.config.settings import BACKBONE_NAMES
+from kinlens.training.config.settings import BACKBONE_NAMES, ONNX
 from kinlens.training.parts.own import is_own
 
 _OF_STEPS = ("loss", "regularizers", "sampling", "optimizer", "model.hidden")
@@ -79,6 +79,7 @@ def idle(job: Job) -> dict[str, str]:
             f'random weights never learn with model.batch_norm = "{model.batch_norm}", as their '
             'batch norm has no statistics; set model.batch_norm = "train"',
         ),
+        "model.pooling": (model.backbone == ONNX, "an imported network has its own pooling"),
         "model.views": (not model.frozen_trunk, "set model.frozen_trunk = true"),
         "model.frozen_stages": (model.frozen_trunk, "set model.frozen_trunk = false"),
         "optimizer.stage_decay": (model.frozen_trunk, "set model.frozen_trunk = false"),

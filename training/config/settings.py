@@ -93,6 +93,9 @@ BACKBONE_NAMES = ("mobilenet_v2", "resnet50", "googlenet", "bn_inception")
 TIMM = "timm:"
 """Prefix of the name of a timm network."""
 
+ONNX = "onnx"
+"""Backbone of bundles that `kinlens-train import` wrote, and of what is trained on them."""
+
 Pooling = Literal["gap", "gmp", "gap+gmp", "gem", "cls"]
 
 
@@ -104,8 +107,8 @@ class Model(Section):
 
     backbone: str = "mobilenet_v2"
     """The trunk: `mobilenet_v2`, `resnet50`, `googlenet`, `bn_inception`, or `timm:` and any
-    network of timm, an optional extra. Or the import path of a class of your own,
-    `my_package.networks:NAME`."""
+    network of timm, an optional extra. `onnx`: that of the imported bundle in `weights`, with
+    `frozen_trunk`. Or the import path of a class of your own, `my_package.networks:NAME`."""
     weights: str = "imagenet"
     """Initial weights: `imagenet` downloads published ones, `none` is random. Any other value is
     the path of a state dict of the trunk, or the folder of a bundle to continue from."""
@@ -136,7 +139,7 @@ class Model(Section):
     @classmethod
     def _is_known(cls, value: str) -> str:
         is_timm = value.startswith(TIMM) and value != TIMM
-        if value not in BACKBONE_NAMES and not is_timm and not is_own(value):
+        if value not in (*BACKBONE_NAMES, ONNX) and not is_timm and not is_own(value):
             raise ValueError(f"{value} is unknown; use {', '.join(BACKBONE_NAMES)} or {TIMM}NAME")
         return value
 
@@ -144,6 +147,11 @@ class Model(Section):
     def _check(self) -> "Model":
         if self.dim is None and (self.frozen_trunk or self.hidden):
             raise ValueError("frozen_trunk and hidden need a projection; set dim")
+        if self.backbone == ONNX and self.dim is not None and not self.frozen_trunk:
+            raise ValueError(
+                "the network of an imported bundle does not learn; set frozen_trunk = true to "
+                "train a head on it"
+            )
         if self.pooling == "cls" and not self.backbone.startswith(TIMM):
             raise ValueError(
                 f'pooling = "cls" needs a class token, which {self.backbone} does not have; choose '

@@ -24,7 +24,7 @@ from kinlens.training.config.settings import TIMM, Input, Runtime
 from kinlens.training.data.images import ImageFiles, Index, Item, batches, build_loader, random_view
 from kinlens.training.data.records import LabelledImages, content_digest
 from kinlens.training.distributed import local_world
-from kinlens.training.models.embedding import EmbeddingNet, evaluating
+from kinlens.training.models.embedding import EmbeddingNet, device_of, evaluating
 from kinlens.training.parts.own import source_sha256
 
 Vectors = NDArray[np.float32]
@@ -141,7 +141,7 @@ def pooled_views(
     }
     found = store.get([*keys.values()])
     missing = [index for index in wanted if keys[index] not in found]
-    device = next(net.trunk.parameters()).device
+    device = device_of(net.trunk)
     dataset = _Views(images, spec, contents)
     with evaluating(net), torch.inference_mode():
         for of_training in (False, True):  # the two have different sizes

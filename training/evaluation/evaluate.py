@@ -27,7 +27,7 @@ from kinlens.training.distributed import (
 )
 from kinlens.training.evaluation.retrieval import Labels, Vectors, gain, retrieval
 from kinlens.training.evaluation.structure import clustering, require_distinct, structure
-from kinlens.training.models.embedding import EmbeddingNet, evaluating, torch_embed
+from kinlens.training.models.embedding import EmbeddingNet, device_of, evaluating, torch_embed
 from kinlens.training.regularizers.determinant import local_lipschitz
 
 OnBatch = Callable[[int], None]
@@ -132,7 +132,7 @@ def _computed(
 ) -> NDArray[np.float32]:
     on_device = partial(torch_embed, net, function=function)
     spec, size = job.input.preprocessing(), job.optimizer.batch_size
-    device = next(net.parameters()).device
+    device = device_of(net)
     return embed_with({"": on_device}, images, spec, job.runtime, None, size, device)[""]
 
 
@@ -174,6 +174,6 @@ def _flow_lipschitz(net: EmbeddingNet, images: LabelledImages, job: Job) -> dict
     dataset = EvaluationImages(images, job.input.preprocessing())
     pixels = torch.stack([dataset[int(number)][0] for number in chosen])
     with evaluating(net), torch.no_grad():
-        features = net.features(pixels.to(next(net.parameters()).device))
+        features = net.features(pixels.to(device_of(net)))
         constants = local_lipschitz(net.flow, features).detach()
     return {"lipschitz_mean": float(constants.mean()), "lipschitz_max": float(constants.max())}

@@ -20,7 +20,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from kinlens.embedder.errors import CheckpointError, JobError
 from kinlens.training.config.job import expand_path
-from kinlens.training.config.settings import TIMM
+from kinlens.training.config.settings import ONNX, TIMM
 from kinlens.training.models.bn_inception import CHANNELS, BNInception
 from kinlens.training.parts.own import is_own, own_part
 
@@ -134,13 +134,18 @@ def build_trunk(name: str, weights: str) -> nn.Module:
         weights: "imagenet" (the published ones), "none" (random) or the path of a state dict of the
             network of that name; half precision is widened to float32.
 
-    Raises: CheckpointError if the weights are not available or do not fit; JobError if timm is
-        missing or does not know the name.
+    Raises: CheckpointError if the weights are not available or do not fit, or the name is that of
+        an imported network; JobError if timm is missing or does not know the name.
     """
     if name.startswith(TIMM):
         return build_timm_trunk(name.removeprefix(TIMM), weights)
     if is_own(name):
         return _own_trunk(name, weights)
+    if name == ONNX:
+        raise CheckpointError(
+            f'model.backbone = "{ONNX}" is the network of an imported bundle, and model.weights = '
+            f"{weights!r} is not one. Set it to a folder of `kinlens-train import`."
+        )
     backbone = BACKBONES[name]
     network = backbone.build()
     if weights != "none":

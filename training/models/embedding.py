@@ -24,6 +24,7 @@ from kinlens.training.models.backbones import (
     fold_batch_norm,
     normalization_of,
 )
+from kinlens.training.models.onnx_trunk import OnnxTrunk
 from kinlens.training.models.stages import stages_of
 from kinlens.training.parts.fields import Options
 from kinlens.training.regularizers.flows import Chain, FlowOutput, build_flow
@@ -131,12 +132,15 @@ class FlowInput(nn.Module):
 class EmbeddingNet(nn.Module):
     """Trunk, pooling, projection and, under determinant regularization, the first flow.
 
-    `forward` is exported. `features` stops before the flow, where the regularizer begins.
+    `forward` is exported. `features` stops before the flow, where the regularizer begins. A `trunk`
+    is used in place of the one that `model` names.
     """
 
-    def __init__(self, model: Model, determinant: Options | None = None) -> None:
+    def __init__(
+        self, model: Model, determinant: Options | None = None, trunk: nn.Module | None = None
+    ) -> None:
         super().__init__()
-        self.trunk = build_trunk(model.backbone, model.weights)
+        self.trunk = trunk or build_trunk(model.backbone, model.weights)
         self.normalize = normalization_of(model.backbone, self.trunk)
         self.channels = channels = channels_of(model.backbone, self.trunk)
         prefix, side = 0, 64
@@ -177,6 +181,9 @@ class EmbeddingNet(nn.Module):
 
     def pooled(self, images: Tensor) -> Tensor:
         """uint8 (B, 3, S, S) to the pooled features of the trunk (B, C), in float32 or wider."""
+        if isinstance(self.trunk, OnnxTrunk):
+            vectors: Tensor = self.trunk(images)
+            return vectors
         x = self.normalize(images)
         if not torch.onnx.is_in_onnx_export():
             x = x.contiguous(memory_format=torch.channels_last)
@@ -214,7 +221,7 @@ class EmbeddingNet(nn.Module):
 
     def check_sizes(self, *sides: int) -> None:
         """Run the trunk once at each side, before a job spends time. Raises: JobError."""
-        device = next(self.trunk.parameters()).device
+        device = device_of(self.trunk)
         with evaluating(self), torch.no_grad():
             for side in sorted(set(sides)):
                 self(torch.zeros(1, 3, side, side, dtype=torch.uint8, device=device))
@@ -259,12 +266,17 @@ class EmbeddingNet(nn.Module):
         return [module for module in self.trunk.modules() if isinstance(module, BATCH_NORMS)]
 
 
+def device_of(net: nn.Module) -> torch.device:
+    """The device of the first parameter, or buffer of a network without parameters."""
+    return next(chain(net.parameters(), net.buffers())).device
+
+
 def torch_embed(
     net: nn.Module, rows: NDArray[Any], function: Callable[[Tensor], Tensor] | None = None
 ) -> Embeddings:
     """Apply `net`, or a `function` that uses it, to numpy rows on the device of `net`."""
     with evaluating(net), torch.inference_mode():
-        there = torch.from_numpy(rows).to(next(net.parameters()).device)
+        there = torch.from_numpy(rows).to(device_of(net))
         vectors: Embeddings = (function or net)(there).float().cpu().numpy()
     return vectors
 

@@ -15,7 +15,7 @@ from torch import nn
 from kinlens.embedder.bundle import MANIFEST, WEIGHTS, Bundle
 from kinlens.embedder.errors import CheckpointError, JobError
 from kinlens.training.config.job import Job, expand_path, parse_job
-from kinlens.training.config.settings import TIMM, Model, Pooling
+from kinlens.training.config.settings import ONNX, TIMM, Model, Pooling
 from kinlens.training.models.backbones import (
     BATCH_NORMS,
     State,
@@ -25,6 +25,7 @@ from kinlens.training.models.backbones import (
     read_weights,
 )
 from kinlens.training.models.embedding import EmbeddingNet, torch_embed
+from kinlens.training.models.onnx_trunk import OnnxTrunk
 
 MAX_DIFFERENCE = 1e-3
 """Per coordinate of the golden vectors; another summation order causes a tenth of that."""
@@ -63,6 +64,14 @@ def start_from_bundle(job: Job, path: Path) -> EmbeddingNet:
         )
     made_by = parse_job(bundle.manifest.job, f"the job of {path}") if bundle.manifest.job else None
     _require_fit(job, bundle, made_by)
+    if job.model.backbone == ONNX:
+        if made_by is not None:
+            raise CheckpointError(
+                f"The bundle {path} is an imported network with a trained head, which no training "
+                "can continue. Start from the imported bundle that it was trained on."
+            )
+        trunk = OnnxTrunk(bundle.model_path.read_bytes())
+        return EmbeddingNet(job.model, job.regularizers.with_flow, trunk)
     start = _network(job, bundle, made_by)
     own = {"dim": bundle.manifest.dim} if made_by and job.model.dim == "auto" else {}
     random_start = job.model.model_copy(update={"weights": "none", **own})

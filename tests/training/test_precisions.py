@@ -16,7 +16,8 @@ from kinlens.embedder.errors import ExportError
 from kinlens.embedder.manifest import HeldOut, Mode, Preprocessing
 from kinlens.embedder.preprocess import preprocess
 from kinlens.embedder.types import Embeddings, Images
-from kinlens.training.bundles.bundle import golden_images, write_onnx
+from kinlens.training.bundles.golden import golden_images
+from kinlens.training.bundles.graph import write_onnx
 from kinlens.training.bundles.int8 import quantize_int8, range_images
 from kinlens.training.bundles.precisions import (
     Candidate,

@@ -177,6 +177,15 @@ def check(backup: Path, on_progress: Progress) -> Backup:
 
     Raises: StateError naming a file that is missing, damaged or unknown; KinlensError.
     """
+    report = _without_galleries(backup, on_progress)
+    for gallery in report.galleries:
+        check_backup(_gallery_in(backup, gallery.name))
+        GoldenSet(_gallery_in(backup, gallery.name)).check()
+    return report
+
+
+def _without_galleries(backup: Path, on_progress: Progress) -> Backup:
+    """Check every hash, and all parts but the galleries."""
     sums = _sums(backup)
     found = {path for path in _listed(backup) if not path.endswith(_SQLITE_SUFFIXES)}
     for path in sorted({*sums, *found} - {SUMS}):
@@ -195,9 +204,6 @@ def check(backup: Path, on_progress: Progress) -> Backup:
             f"{backup / REPORT} cannot be read, or was made by a newer Kinlens. Restore it with "
             "the version that made the backup, or use another backup."
         ) from error
-    for gallery in report.galleries:
-        check_backup(_gallery_in(backup, gallery.name))
-        GoldenSet(_gallery_in(backup, gallery.name)).check()
     for bundle in report.bundles:
         Bundle.open(backup / "bundles" / bundle.bundle_id)
     if (backup / "state" / KEYS_FILE).is_file():
@@ -225,7 +231,7 @@ def restore(backup: Path, state: Path, on_progress: Progress) -> Backup:
     partly = f"{state} may have parts of the backup: empty it before the next try."
     with contextlib.ExitStack() as stack:
         with disk_errors_as(StateError, target, nothing, "The folder"):
-            report = check(backup, on_progress)
+            report = _without_galleries(backup, on_progress)
             make_folder(target, _STEP)
             stage = stack.enter_context(staged(state, _PART))
             _copy_parts(report, backup, stage, on_progress)
@@ -239,7 +245,8 @@ def restore(backup: Path, state: Path, on_progress: Progress) -> Backup:
 def _copy_parts(report: Backup, backup: Path, stage: Path, on_progress: Progress) -> None:
     for saved in report.galleries:
         source, target = (_gallery_in(folder, saved.name) for folder in (backup, stage))
-        restore_backup(source, target, on_progress=on_progress)
+        GoldenSet(source).check()
+        restore_backup(source, target, on_progress=on_progress)  # which checks the gallery
         for file in UploadFolder(source).files():
             _copy(file, target / file.relative_to(source), on_progress)
     _copy_tree(backup / "bundles", stage / "bundles", on_progress)

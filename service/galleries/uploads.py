@@ -12,6 +12,8 @@ import re
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import wait
+from functools import partial
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -37,6 +39,7 @@ _LOCK, _COPIED = "LOCK", "COPIED"
 _SHARD = 2  # hex digits
 _SHA256 = re.compile("[0-9a-f]{64}")
 _SWEEP_S = 3600.0
+_HANGS_S = 600.0  # after which the next gallery is swept
 _AT_ONCE = 16
 
 
@@ -235,7 +238,8 @@ def _warn_not_removed(location: str, error: Exception) -> None:
 class Sweeper:
     """Removes once an hour the images that no item uses, then calls each of `tidy`.
 
-    Of all processes that share the folder `state` one sweeps, in its own thread.
+    Of all processes that share the folder `state` one sweeps, in threads of its own: a gallery that
+    hangs keeps one.
     """
 
     def __init__(
@@ -247,6 +251,7 @@ class Sweeper:
         self._state = state
         self._list_galleries = list_galleries
         self._tidy = tuple(tidy)
+        self._threads = DaemonThreads("sweep", 1, _HANGS_S / 2)
         self._stopped = threading.Event()
 
     def start(self) -> None:
@@ -277,7 +282,10 @@ class Sweeper:
                         "tidying failed", error=type(error).__name__, detail=str(error)
                     )
             for gallery in self._list_galleries():
-                UploadFolder(gallery).sweep(self._stopped.is_set)
+                work = partial(UploadFolder(gallery).sweep, self._stopped.is_set)
+                sweeping = self._threads.submit(work, subject=str(gallery))
+                wait([sweeping], _HANGS_S)
+                sweeping.cancel()  # if the last one of this gallery still hangs
             self._stopped.wait(_SWEEP_S)
 
 

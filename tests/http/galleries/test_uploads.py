@@ -110,10 +110,12 @@ def test_orphans_are_deleted_at_the_next_start(tmp_path, data) -> None:
     assert shop.photos() == {sha256(data[0])}
 
 
+@pytest.mark.parametrize("hangs", [False, True])
 def test_a_gallery_that_cannot_be_swept_keeps_its_images_and_others_are_swept(
-    tmp_path, monkeypatch, closes
+    tmp_path, monkeypatch, closes, hangs: bool
 ) -> None:
-    orphans = {}
+    monkeypatch.setattr("kinlens.service.galleries.uploads._HANGS_S", 0.2)
+    orphans, answers = {}, threading.Event()
     for name in ("bad", "good"):
         folder = tmp_path / "state" / "galleries" / name
         make_gallery(folder, name)
@@ -123,12 +125,16 @@ def test_a_gallery_that_cannot_be_swept_keeps_its_images_and_others_are_swept(
 
     def stored(folder: Path, sha256s: list[str]) -> set[str]:
         if folder.name == "bad":
+            assert not hangs or answers.wait()
             raise ValueError("a fault that nobody expects")
         return stored_contents(folder, sha256s)
 
     monkeypatch.setattr("kinlens.service.galleries.uploads.stored_contents", stored)
     shop = closes(start_shop(tmp_path / "state", create=False))
-    until(lambda: not orphans["good"].exists())
+    try:
+        until(lambda: not orphans["good"].exists())
+    finally:
+        answers.set()
     assert orphans["bad"].exists()
     assert shop.client.get("/ready").status_code == 200
 

@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+import torch
 from onnx import TensorProto, helper, numpy_helper
+from torchvision.models import detection
 
 from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.errors import KinlensError
@@ -142,3 +144,22 @@ def test_the_manifest_is_that_of_the_base_with_a_block(tiny_bundle: Bundle, tmp_
     assert with_block.pop("base_id") == plain["bundle_id"]
     assert with_block.pop("bundle_id") != plain.pop("bundle_id")
     assert with_block == plain
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_detector_that_torchvision_exported_is_recognized(
+    tiny_bundle: Bundle, tmp_path: Path
+) -> None:
+    file, names = tmp_path / "ssd.onnx", ["boxes", "scores", "labels"]
+    network = detection.ssdlite320_mobilenet_v3_large(
+        weights=None, weights_backbone=None, num_classes=5
+    )
+    rows = {name: {0: "rows"} for name in names}
+    options: dict[str, Any] = {"output_names": names, "dynamic_axes": rows, "dynamo": False}
+    images = ([torch.rand(3, 320, 320)],)
+    torch.onnx.export(network.eval(), images, file, opset_version=17, **options)
+    made = attached(tiny_bundle, file)
+    block = made.manifest.boxes
+    assert block is not None
+    assert (block.layout, block.width_px, block.scale) == ("torchvision", 320, 1)
+    assert Detector.open(made).find(decode(bright_photo((1, 1))))

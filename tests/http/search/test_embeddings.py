@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from kinlens.client import Client
 from kinlens.embedder.fake import FakeEmbedder
-from kinlens.errors import InvalidError, NotAllowedError
+from kinlens.errors import InvalidError, NotAllowedError, NotFoundError
 from tests.support.market import photo, text_of
 from tests.support.seams import KeyStore, Limits
-from tests.support.servers import GatedEmbedder
+from tests.support.servers import DEFAULTS, GatedEmbedder, create_app, run, settings_of
 from tests.support.shops import Shop, assert_problem, start_shop
 from tests.tiny import encoded
 from tests.tiny import photo as tiny_photo
@@ -161,6 +161,25 @@ def test_each_input_costs_a_unit_and_the_limits_of_bodies_hold(tmp_path, closes)
     refused = post(shop, {"input": [PNG] * 3})
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate-limited")
     assert refused.headers["retry-after"]
+
+
+def test_workers_of_a_bundle_give_the_vectors_that_its_gallery_stores(
+    tiny_settings, tiny_bundle, closes
+) -> None:
+    settings = settings_of(**DEFAULTS | tiny_settings, anonymous_scopes=("admin",))
+    service = closes(run(create_app(settings)))
+    with Client(service.url) as client:
+        images = [client.image("shop", f"{n}.png") for n in range(8)]
+        stored = [client.vector("shop", f"{n}.png") for n in range(8)]
+        for model in (tiny_bundle.bundle_id, tiny_bundle.bundle_id[:12], "tiny", None):
+            found = client.embed(images, model=model)
+            assert found.model == tiny_bundle.bundle_id == stored[0].bundle_id
+            for one, item in zip(found.data, stored, strict=True):
+                assert one.embedding == pytest.approx(item.vector, abs=1e-4)
+        hits = client.search(vectors=[{"vector": found.data[3].embedding}], k=1).hits
+        assert (hits[0].key, hits[0].score) == ("3.png", pytest.approx(1, abs=1e-4))
+        with pytest.raises(NotFoundError, match="does not exist"):
+            client.embed(images[0], model=tiny_bundle.bundle_id[:11])
 
 
 def test_the_client_embeds_images(shop, vectors) -> None:

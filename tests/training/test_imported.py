@@ -21,7 +21,6 @@ from kinlens.embedder.types import Embeddings, Images
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.ingest.build import build_gallery
 from kinlens.indexer.ingest.sources import folder_source
-from kinlens.training.bundles import imported as imported_module
 from kinlens.training.models.embedding import torch_embed
 from tests.support.servers import create_app, run, settings_of
 from tests.training.jobs import called
@@ -138,6 +137,30 @@ ROWS = {"rows": np.array([0, CHANNELS, -1])}
             id="a fixed batch that a reshape repeats",
         ),
         pytest.param({"shape": (4, 3, SIDE, SIDE)}, (), id="a fixed batch of four"),
+        pytest.param(
+            {
+                "shape": (1, 3, SIDE, SIDE),
+                "tail": [
+                    node("Reshape", "map heads", "apart", allowzero=1),
+                    node("Reshape", "apart whole", "joined", allowzero=1),
+                    node("Reshape", "joined rows", "flat", allowzero=1),
+                    node("Transpose", "flat", "patches", perm=[0, 2, 1]),
+                    node("Concat", "token patches", "tokens", axis=1),
+                    node("Slice", "tokens one last one", "others"),
+                    node("Identity", "others", "out"),
+                ],
+                "constants": {
+                    "heads": np.array([2, CHANNELS // 2, 15, 15]),
+                    "whole": np.array([1, CHANNELS, 15, 15]),
+                    "rows": np.array([1, CHANNELS, 225]),
+                    "token": np.ones((1, 1, CHANNELS), np.float32),
+                    "one": np.array([1]),
+                    "last": np.array([226]),
+                },
+            },
+            ("--pooling", "mean"),
+            id="a fixed batch with heads and a class token",
+        ),
         pytest.param({"shape": ("n", SIDE, SIDE, 3)}, (), id="channels last"),
         pytest.param({"shape": (1, SIDE, SIDE, 3)}, (), id="channels last, fixed batch"),
         pytest.param({"shape": ("n", 3, "h", "w")}, (), id="free sides"),
@@ -295,11 +318,16 @@ def refused(model: Path, out: Path, message: str, *words: object) -> None:
         pytest.param(
             {
                 "shape": (1, 3, SIDE, SIDE),
-                "tail": [*vectors("x"), node("Concat", "x one", "out", axis=1)],
-                "constants": {"one": np.ones((1, 4), np.float32)},
+                "tail": [
+                    *vectors("x"),
+                    node("Transpose", "x", "turned", perm=[1, 0]),
+                    node("MatMul", "turned row", "wide"),
+                    node("Reshape", "wide flat", "out"),
+                ],
+                "constants": {"row": np.ones((1, 4), np.float32), "flat": np.array([1, -1])},
             },
             "made for 1 image.* allow no other number",
-            id="a constant of one image",
+            id="a product with one image",
         ),
     ],
 )
@@ -335,7 +363,7 @@ def test_broken_files_and_options_are_refused(
         assert given[0] in called(*words, "--licence", "x", *given, code=2)
     with pytest.raises(JobError, match="--interpolation cubic"):
         called(*words, "--licence", "x", "--interpolation", "cubic")
-    monkeypatch.setattr(imported_module, "MAX_BYTES", 1_000)
+    monkeypatch.setattr("kinlens.training.bundles.onnx_graph.MAX_BYTES", 1_000)
     refused(model, out, "limits to 2 GiB")
 
 
@@ -452,7 +480,7 @@ def test_adapt_leaves_an_imported_network_alone_where_no_head_is_proven(tmp_path
 
 
 def test_fit_trains_a_head_with_a_flow_on_an_imported_network(tmp_path: Path) -> None:
-    base = imported(write_network(tmp_path / "network.onnx"), tmp_path / "base")
+    base = imported(write_network(tmp_path / "network.onnx", opset=21), tmp_path / "base")
     job = {
         "name": "head",
         "data": {"kind": "folder", "root": str(shop(tmp_path, 8))},

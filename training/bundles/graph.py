@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from kinlens.embedder.errors import ExportError
 from kinlens.embedder.views.text import IDS
-from kinlens.training.bundles.imported import TRUNK
+from kinlens.training.bundles.onnx_graph import TRUNK
 from kinlens.training.models.embedding import EmbeddingNet
 from kinlens.training.models.onnx_trunk import OnnxTrunk
 

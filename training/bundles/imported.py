@@ -5,7 +5,6 @@ Nodes are added that scale the pixels, pool maps or tokens, and divide each vect
 Shapes: N images, S pixels a side, C channels, T tokens, D dimensions.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -13,40 +12,33 @@ from typing import Any, Literal
 import numpy as np
 import onnx
 from numpy.typing import NDArray
-from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
-from onnx.external_data_helper import (
-    ExternalDataInfo,
-    load_external_data_for_model,
-    uses_external_data,
-)
-from onnx.inliner import inline_local_functions
-from onnx.numpy_helper import from_array, to_array
-from onnx.version_converter import convert_version
+from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
+from onnx.numpy_helper import from_array
 
 from kinlens.embedder.engines.models import SessionSettings, create_session
 from kinlens.embedder.errors import BundleError, ExportError
 from kinlens.embedder.machine import core_count
 from kinlens.embedder.manifest import Parity
 from kinlens.embedder.types import Embeddings, Images
-
-TRUNK = "trunk."
-"""Prefix of the names of the network, by which int8 finds it among the added nodes."""
-
-OPSET = 18
-"""Oldest operators in a bundle: torch can write a trained head for these and for newer ones."""
+from kinlens.training.bundles.onnx_graph import (
+    TRUNK,
+    add_prefix,
+    choose_output,
+    free_batch,
+    load_whole,
+    modernize,
+    reason_of,
+    reduce_to,
+)
 
 BATCHES = (1, 2, 5)
 MAX_DIFFERENCE = 1e-4
 """Per coordinate, between the graph of the bundle and the file that gets one image at a time."""
 
-MAX_BYTES = 2**31 - 1
-"""Of an ONNX file without external data, as a bundle has it."""
-
 _TYPES = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE, TensorProto.UINT8)
 _RANKS = {"none": 2, "cls": 3, "mean": 3, "gap": 4}
 _LEAST_NORM = 1e-12
 _EQUAL = 1e-6  # the rounding of a coordinate
-_REASON = 300  # characters of a message of onnxruntime
 
 FilePooling = Literal["gap", "cls", "mean", "none"]
 Values = NDArray[Any]
@@ -102,9 +94,9 @@ class _Network:
     def __init__(self, path: Path, reading: Reading) -> None:
         self.path = path
         self.reading = reading
-        whole = _load(path)
-        self.output = _chosen(whole, reading.output, path)
-        self.model = _reduced(whole, self.output)
+        whole = load_whole(path)
+        self.output = choose_output(whole, reading.output, path)
+        self.model = reduce_to(whole, self.output)
         inputs = self.model.graph.input
         if len(inputs) != 1:
             names = ", ".join(value.name for value in inputs) or "none"
@@ -162,7 +154,7 @@ class _Network:
             # onnxruntime raises exceptions without a common base class.
             raise ExportError(
                 f"{self.path} does not run on images of {self.reading.size_px} px: "
-                f"{_reason(error)}. Check --size, or export the model again."
+                f"{reason_of(error)}. Check --size, or export the model again."
             ) from error
         shapes = sorted({x.shape for x in found}, key=str)
         if len(shapes) > 1:
@@ -238,10 +230,10 @@ class _Network:
         model = ModelProto()
         model.CopyFrom(self.model)
         if self.batch is not None:
-            _free_batch(model.graph, self.batch)
-        model = _modern(model, self.path)
+            free_batch(model.graph, self.batch)
+        model = modernize(model, self.path)
         network = model.graph
-        _add_prefix(network)
+        add_prefix(network)
         made = TRUNK + self.output
         for node in network.node:  # nothing else reads it: what does is removed
             node.output[:] = ["values" if name == made else name for name in node.output]
@@ -302,150 +294,6 @@ def _settings() -> SessionSettings:
     return SessionSettings(threads=core_count())
 
 
-def _reason(error: Exception) -> str:
-    return " ".join(str(error).split())[:_REASON].rstrip(".")
-
-
-def _load(path: Path) -> ModelProto:
-    """The model of a file with the data of the files next to it. Raises: ExportError."""
-    if not path.is_file():
-        raise ExportError(f"{path} does not exist. Give an ONNX file.")
-    try:
-        model = onnx.load(path, format="protobuf", load_external_data=False)
-    except Exception as error:
-        # The DecodeError of protobuf, which is no dependency of ours.
-        raise ExportError(f"{path} is not an ONNX file. Export the model as ONNX.") from error
-    if not model.graph.node:
-        raise ExportError(f"{path} is not an ONNX file, or has no nodes. Export the model as ONNX.")
-    files = {
-        path.parent / ExternalDataInfo(tensor).location
-        for tensor in model.graph.initializer
-        if uses_external_data(tensor)
-    }
-    if missing := [file for file in sorted(files) if not file.is_file()]:
-        raise ExportError(
-            f"{path} has its weights in {missing[0].name}, which is not next to it. Copy it there."
-        )
-    size = sum(file.stat().st_size for file in (path, *files))
-    if size > MAX_BYTES:
-        raise ExportError(
-            f"{path} has {size / 2**30:.1f} GiB with its data; a bundle has a model in one file, "
-            "which ONNX limits to 2 GiB. Export it in float16, or take a smaller model."
-        )
-    try:
-        load_external_data_for_model(model, str(path.parent))
-    except Exception as error:
-        # onnx raises its checker's error, ValueError and OSError.
-        raise ExportError(
-            f"The weights of {path} cannot be read ({_reason(error)}). Copy its files again."
-        ) from error
-    return inline_local_functions(model) if model.functions else model
-
-
-def _chosen(model: ModelProto, name: str | None, path: Path) -> str:
-    """The name of the value that is the embedding, before pooling. Raises: ExportError."""
-    outputs = [value.name for value in model.graph.output]
-    chosen = outputs[0] if name is None and len(outputs) == 1 else name
-    if chosen is None:
-        raise ExportError(
-            f"{path} has {len(outputs)} outputs: {', '.join(outputs)}. Pass one of them as "
-            "--output."
-        )
-    if not any(chosen in node.output for node in model.graph.node):
-        raise ExportError(
-            f"{path} computes no value {chosen!r}. Pass --output; its outputs are "
-            f"{', '.join(outputs)}."
-        )
-    return chosen
-
-
-def _reduced(model: ModelProto, output: str) -> ModelProto:
-    """`model` with this one output, without what the output does not depend on."""
-    graph, read, nodes = model.graph, {output}, []
-    for node in reversed(graph.node):
-        if not read.isdisjoint(node.output):
-            nodes.append(node)
-            read.update(_reads(node))
-    tensors = [tensor for tensor in graph.initializer if tensor.name in read]
-    sparse = [tensor for tensor in graph.sparse_initializer if tensor.values.name in read]
-    constants = {x.name for x in tensors} | {x.values.name for x in sparse}
-    inputs = [x for x in graph.input if x.name in read - constants]
-    made = helper.make_empty_tensor_value_info(output)
-    reduced = helper.make_graph(
-        nodes[::-1], graph.name or "network", inputs, [made], tensors, sparse_initializer=sparse
-    )
-    return helper.make_model(
-        reduced, opset_imports=model.opset_import, ir_version=max(model.ir_version, 8)
-    )
-
-
-def _graphs(node: NodeProto) -> Iterator[GraphProto]:
-    """The graphs inside a node, such as the branches of an If."""
-    for attribute in node.attribute:
-        if attribute.HasField("g"):
-            yield attribute.g
-        yield from attribute.graphs
-
-
-def _reads(node: NodeProto) -> set[str]:
-    """The names that a node reads, in the graphs inside it too."""
-    inner = (x for graph in _graphs(node) for x in graph.node)
-    outputs = (x.name for graph in _graphs(node) for x in graph.output)
-    return {*node.input, *outputs}.union(*(_reads(x) for x in inner)) - {""}
-
-
-def _add_prefix(graph: GraphProto) -> None:
-    """Put `TRUNK` before all names, in the graphs inside nodes too."""
-    for value in (*graph.input, *graph.output, *graph.value_info, *graph.initializer):
-        value.name = TRUNK + value.name
-    for tensor in graph.sparse_initializer:
-        tensor.values.name = TRUNK + tensor.values.name
-    for number, node in enumerate(graph.node):
-        node.name = TRUNK + (node.name or f"{node.op_type}_{number}")
-        node.input[:] = [name and TRUNK + name for name in node.input]
-        node.output[:] = [name and TRUNK + name for name in node.output]
-        for inner in _graphs(node):
-            _add_prefix(inner)
-
-
-def _free_batch(graph: GraphProto, batch: int) -> None:
-    """Let reshapes of what is computed from the images keep the number of images, in place."""
-    constants = {tensor.name: tensor for tensor in graph.initializer}
-    values = {graph.input[0].name}
-    for number, node in enumerate(graph.node):
-        if node.op_type == "Constant" and node.attribute[0].HasField("t"):
-            constants[node.output[0]] = node.attribute[0].t
-        if values.isdisjoint(_reads(node)):
-            continue
-        values.update(node.output)
-        if node.op_type != "Reshape" or node.input[0] not in values:
-            continue
-        keeps_zeros = any(x.name == "allowzero" and x.i for x in node.attribute)
-        if len(node.input) < 2 or node.input[1] not in constants or keeps_zeros:
-            continue
-        shape = to_array(constants[node.input[1]])
-        if len(shape) > 1 and shape[0] == batch:
-            free = np.array([0, *shape[1:]], np.int64)  # 0: as before
-            node.input[1] = f"{node.input[1]}.free.{number}"
-            graph.initializer.append(from_array(free, node.input[1]))
-    graph.input[0].type.tensor_type.shape.dim[0].dim_param = "n"
-
-
-def _modern(model: ModelProto, path: Path) -> ModelProto:
-    """`model` with operators of version `OPSET` or newer. Raises: ExportError."""
-    versions = [x.version for x in model.opset_import if x.domain in ("", "ai.onnx")]
-    if not versions or versions[0] >= OPSET:
-        return model
-    try:
-        return convert_version(model, OPSET)
-    except Exception as error:
-        # The converter raises RuntimeError, and others for nodes that it does not know.
-        raise ExportError(
-            f"{path} has operators of version {versions[0]}, which cannot be converted to version "
-            f"{OPSET} ({_reason(error)}). Export the model with opset {OPSET} or newer."
-        ) from error
-
-
 def _chain(first: str, last: str, steps: list[_Step]) -> tuple[list[NodeProto], list[TensorProto]]:
     """Nodes that compute the value `last` from `first` step by step, and their constants."""
     nodes: list[NodeProto] = []
@@ -475,7 +323,7 @@ def _difference(graph: Path, expected: Embeddings, images: Images) -> float:
         try:
             (vectors,) = session.run(None, {"images": images[rows]})
         except Exception as error:
-            raise ExportError(f"it fails on a batch of {size} images: {_reason(error)}.") from error
+            raise ExportError(f"it fails on a batch of {size}: {reason_of(error)}.") from error
         if vectors.shape != expected[rows].shape:
             raise ExportError(
                 f"it gives {vectors.shape} for {size} images, not {expected[rows].shape}."

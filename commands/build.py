@@ -29,6 +29,7 @@ from kinlens.commands.options import (
 from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.errors import BundleMismatchError
 from kinlens.embedder.types import SHORT
+from kinlens.indexer.addresses import ImageRoot
 from kinlens.indexer.attributes import Schema
 from kinlens.indexer.folder.layout import GalleryFolder
 from kinlens.indexer.folder.manifest import name_of
@@ -36,15 +37,16 @@ from kinlens.indexer.index.plan import IndexSettings, plan_index
 from kinlens.indexer.ingest.add import add_source, check_image_root
 from kinlens.indexer.ingest.build import BuildSettings, build_gallery, import_gallery
 from kinlens.indexer.ingest.shards import VectorShards
-from kinlens.indexer.ingest.sources import NO_KINDS, Source, csv_source, folder_source, split_source
+from kinlens.indexer.ingest.sources import NO_KINDS, Source, csv_source, source_at, split_source
 from kinlens.indexer.types import VectorType
 
 app = typer.Typer()
 
 ImagesArgument = Annotated[
-    Path | None,
+    str | None,
     typer.Argument(
-        metavar="IMAGES", help="Folder of images; the paths in a list are relative to it."
+        metavar="IMAGES",
+        help="Folder or address (s3://shop/photos) of images; paths in a list are relative to it.",
     ),
 ]
 CsvOption = Annotated[
@@ -78,7 +80,7 @@ def build(
     ] = None,
     csv: CsvOption = None,
     split: SplitOption = None,
-    root: Annotated[Path | None, typer.Option(help="Same as IMAGES.")] = None,
+    root: Annotated[str | None, typer.Option(metavar="DIR", help="Same as IMAGES.")] = None,
     vector_type: VectorTypeOption = "fp32",
     dims: Annotated[
         int | None,
@@ -88,8 +90,9 @@ def build(
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Build a gallery from a folder, a CSV list, a dataset split, or vectors of `embed`.
+    """Build a gallery from a folder, an address, a CSV list, a dataset split, or `embed` vectors.
 
+    Images at an address of fsspec, such as s3://shop/photos, stay there and are not copied.
     Vectors of equal images are taken from the gallery that is replaced. To resume an interrupted
     build, run the same command again. Unreadable images are skipped and listed in report.json, and
     the exit status is 3.
@@ -211,10 +214,10 @@ def _build_of_vectors(
 
 
 def _source(
-    images: Path | None,
+    images: str | None,
     csv: Path | None,
     split: Path | None,
-    root: Path | None = None,
+    root: ImageRoot | None = None,
     kinds: Schema = NO_KINDS,
 ) -> Source:
     """The images of a new gallery, or those to add to one with the image root `root`. Paths of a
@@ -230,4 +233,4 @@ def _source(
         return split_source(split, root or images, images)
     if images is None:
         raise typer.BadParameter("Pass the folder IMAGES, or a list with --csv or --split.")
-    return folder_source(images, root)
+    return source_at(images, root)

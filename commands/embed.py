@@ -19,7 +19,7 @@ from kinlens.embedder.errors import EngineUnavailableError
 from kinlens.embedder.machine import core_count
 from kinlens.embedder.manifest import Engine, Precision
 from kinlens.embedder.session import OnnxEmbedder
-from kinlens.indexer.exchange.objects import REMOTE
+from kinlens.indexer.addresses import REMOTE
 from kinlens.indexer.ingest.embed import EmbedSettings, refuse_unreadable
 from kinlens.indexer.ingest.parts import (
     SHARD_SIZE,

@@ -29,7 +29,10 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JS
 DeviceOption = Annotated[Device, typer.Option(help="Device that runs the model.")]
 BatchOption = Annotated[int, typer.Option(min=1, max=1024, help="Images per batch.")]
 ImageRootOption = Annotated[
-    Path | None, typer.Option(help="Folder of the images, if they were moved.")
+    str | None,
+    typer.Option(
+        metavar="DIR", help="Folder or address of the images, if they were moved: s3://shop/photos."
+    ),
 ]
 WhereOption = Annotated[str | None, typer.Option(help="Filter: 'colour = \"red\" and price < 20'.")]
 MemoryOption = Annotated[

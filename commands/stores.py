@@ -15,8 +15,8 @@ from kinlens.embedder.errors import (
     SourceError,
     disk_fault,
 )
+from kinlens.indexer.addresses import REMOTE, image_root_of
 from kinlens.indexer.exchange.milvus import MilvusStore
-from kinlens.indexer.exchange.objects import REMOTE
 from kinlens.indexer.folder.layout import GalleryFolder
 from kinlens.indexer.folder.manifest import name_of
 from kinlens.indexer.gallery import Gallery
@@ -36,7 +36,7 @@ Store = Gallery | MilvusStore
 
 
 def opened(
-    text: str, *, bundle_id: str | None = None, image_root: Path | None = None, device: str = "cpu"
+    text: str, *, bundle_id: str | None = None, image_root: str | None = None, device: str = "cpu"
 ) -> contextlib.closing[Store]:
     """Open the gallery in a folder or at milvus://HOST:PORT/NAME.
 
@@ -130,7 +130,7 @@ def content_of(
     tables_of: Callable[[Sequence[Path]], Tables],
     bundle: Path | None,
     model: str | None,
-    image_root: Path | None,
+    image_root: str | None,
 ) -> Iterator[GalleryExport]:
     """The input of `import`: a file of `export`, vectors of `embed`, a gallery of any engine, or
     files of another program.
@@ -161,7 +161,7 @@ def content_of(
 
 
 def _foreign(
-    tables: Tables, bundle: Path | None, model: str | None, image_root: Path | None
+    tables: Tables, bundle: Path | None, model: str | None, image_root: str | None
 ) -> GalleryExport:
     """Vectors of another program, of the model in `bundle` or named `model`, as an export.
 
@@ -178,7 +178,7 @@ def _foreign(
         "name": name_of(file.with_suffix("")),
         "bundle_id": f"{OTHER_MODEL}{model}" if opened_bundle is None else opened_bundle.bundle_id,
         "source": f"vectors in {file.resolve()}",
-        "source_root": "" if image_root is None else str(image_root.resolve()),
+        "source_root": "" if image_root is None else _absolute(image_root),
     }
     dump = tables.dump(facts)
     if opened_bundle is not None and dump.dim != opened_bundle.manifest.dim:
@@ -188,6 +188,11 @@ def _foreign(
             "model with --model NAME."
         )
     return dump
+
+
+def _absolute(image_root: str) -> str:
+    root = image_root_of(image_root)
+    return str(root.resolve() if isinstance(root, Path) else root)
 
 
 def milvus_token() -> str:

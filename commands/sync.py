@@ -36,10 +36,11 @@ app = typer.Typer()
 def sync(
     gallery: StoreArgument,
     source: Annotated[
-        Path,
+        str,
         typer.Argument(
             metavar="SOURCE",
-            help="Folder of images in the image root, or a CSV list with paths relative to it.",
+            help="Folder or address of images in the image root, or a CSV list with paths relative "
+            "to it.",
         ),
     ],
     model: ModelOptions,

@@ -109,7 +109,10 @@ def import_(
         typer.Option(help="CSV list for a .npy file: column key and attributes, row by row."),
     ] = None,
     image_root: Annotated[
-        Path | None, typer.Option(help="Folder of the images in the columns path and sha256.")
+        str | None,
+        typer.Option(
+            metavar="DIR", help="Folder or address of the images in the columns path and sha256."
+        ),
     ] = None,
     json: JsonOption = False,
 ) -> None:

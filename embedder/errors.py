@@ -26,6 +26,7 @@
     │   ├── PlanError                   an index that does not fit the machine
     │   ├── RecallError                 an index that misses its recall target
     │   └── EngineUnavailableError      a vector database that does not respond
+    │       └── UnreachableError        a store of images that does not; no image is at fault
     ├── SearchError                     a request that cannot be answered
     │   ├── InvalidParameterError       k, min_score, ... outside their range
     │   ├── FilterError                 a filter that is malformed or does not fit the attributes
@@ -160,6 +161,9 @@ class RecallError(GalleryError): ...
 
 
 class EngineUnavailableError(GalleryError): ...
+
+
+class UnreachableError(EngineUnavailableError): ...
 
 
 class SearchError(KinlensError): ...

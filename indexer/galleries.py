@@ -6,6 +6,7 @@ from pathlib import Path
 
 from kinlens.embedder.durable import discard
 from kinlens.embedder.errors import GalleryNotFoundError, GalleryWriteError
+from kinlens.indexer.addresses import ImageRoot
 from kinlens.indexer.catalog.database import catalog_view
 from kinlens.indexer.catalog.entries import Retypable as Retypable
 from kinlens.indexer.catalog.entries import check_key, learn_types
@@ -33,7 +34,7 @@ from kinlens.values import AttributeType, AttributeValue
 def open_remote(
     address: str,
     *,
-    image_root: Path | None = None,
+    image_root: ImageRoot | str | None = None,
     token: str = "",
     timeout_s: float = 10.0,
     consistency: Consistency = "Strong",

@@ -13,6 +13,7 @@ from pathlib import Path
 from kinlens.embedder.durable import lock_folder
 from kinlens.embedder.errors import BundleMismatchError, GalleryCorruptError, KinlensError
 from kinlens.embedder.types import SHORT
+from kinlens.indexer.addresses import ImageRoot
 from kinlens.indexer.catalog.database import Catalog
 from kinlens.indexer.folder.layout import GalleryFolder, disk_errors_explained
 from kinlens.indexer.folder.manifest import REPORT, GalleryManifest, read_manifest, write_manifest
@@ -33,7 +34,7 @@ class Gallery(GalleryWriter):
         self,
         folder: GalleryFolder,
         generation: Path,
-        image_root: Path | None,
+        image_root: ImageRoot | str | None,
         device: str,
         verify_hashes: bool | None,
         expected_bundle_id: str | None,
@@ -94,7 +95,7 @@ class Gallery(GalleryWriter):
         path: Path | str,
         *,
         expected_bundle_id: str | None = None,
-        image_root: Path | None = None,
+        image_root: ImageRoot | str | None = None,
         device: str = "cpu",
         verify_hashes: bool | None = None,
         load_index: bool = True,
@@ -105,7 +106,7 @@ class Gallery(GalleryWriter):
         A damaged segment is rebuilt from the catalogue if the gallery is writable.
 
         expected_bundle_id: refuse a gallery that was built with another bundle.
-        image_root: replaces the recorded folder of the images.
+        image_root: replaces the recorded folder or address of the images.
         device: with `cuda`, a GPU with enough memory searches; otherwise the CPU.
         verify_hashes: check the hashes of the segment. None checks small files only, since hashing
             large files takes longer than opening them.

@@ -1,4 +1,4 @@
-"""The images of items, read from the image root of their gallery."""
+"""The images of items, read from the image root of their gallery: a folder or an address."""
 
 import hashlib
 import io
@@ -17,10 +17,17 @@ from kinlens.embedder.errors import (
 )
 from kinlens.embedder.preprocess import ImageLimits, decode
 from kinlens.embedder.sources.names import NOT_UTF8, printable
+from kinlens.indexer.addresses import FileState
+from kinlens.indexer.addresses import ImageAddress as ImageAddress
+from kinlens.indexer.addresses import ImageRoot as ImageRoot
+from kinlens.indexer.addresses import image_root_of as image_root_of
 from kinlens.indexer.types import Item
 
 ANY_SIZE = ImageLimits(max_bytes=2**30, max_megapixels=178.0, max_side_px=2**20)
 """Limits for images that an embedder has already accepted, under its own limits."""
+
+MAX_REMOTE_BYTES = 64 * 2**20
+"""The most bytes of an image at an address, where others may replace it by a file of any size."""
 
 _MEDIA_TYPES = {kind: f"image/{kind.lower()}" for kind in ("JPEG", "PNG", "WEBP", "GIF", "AVIF")}
 _JPEG_QUALITY = 90
@@ -34,12 +41,12 @@ class ItemImage:
     media_type: str
 
 
-def item_image(root: Path, item: Item) -> ItemImage:
+def item_image(root: ImageRoot, item: Item) -> ItemImage:
     """The image of an item as it was indexed; BMP, TIFF and HEIC are converted to JPEG.
 
     Raises: ItemNotFoundError if it has no image; ImageMissingError if the file was removed, was
         changed after it was indexed, or is outside `root`; GalleryCorruptError if it cannot be
-        read.
+        read; UnreachableError if its store does not answer.
     """
     data = item_bytes(root, item)
     if is_shown(item.format):
@@ -50,7 +57,7 @@ def item_image(root: Path, item: Item) -> ItemImage:
         raise _unreadable(item, error) from error
 
 
-def item_bytes(root: Path, item: Item) -> bytes:
+def item_bytes(root: ImageRoot, item: Item) -> bytes:
     """The bytes of the image file of an item, as indexed. Raises: the errors of `item_image`."""
     if not item.path:
         raise ItemNotFoundError(f"Item {item.key!r} was stored as a vector, without an image.")
@@ -75,11 +82,11 @@ def shown(data: bytes, kind: str) -> ItemImage:
     return ItemImage(data, _MEDIA_TYPES[kind])
 
 
-def source_bytes(root: Path, item: Item) -> bytes:
+def source_bytes(root: ImageRoot, item: Item) -> bytes:
     """Read the image file of an item and verify its hash.
 
     Raises: SourceError or ImageTooManyBytesError if it was removed or changed, or is outside
-        `root`; OSError.
+        `root`; UnreachableError; OSError.
     """
     data = read_image(root, item.path, ANY_SIZE.max_bytes)
     if hashlib.sha256(data).hexdigest() != item.sha256:
@@ -101,12 +108,14 @@ def inside(root: Path, path: str) -> Path:
     return real
 
 
-def read_image(root: Path, path: str, max_bytes: int) -> bytes:
+def read_image(root: ImageRoot, path: str, max_bytes: int) -> bytes:
     """Read one image of a source, of at most `max_bytes` bytes.
 
     Raises: SourceError if it is missing, not a regular file or outside `root`;
-        ImageTooManyBytesError; OSError.
+        ImageTooManyBytesError; UnreachableError if a store does not answer; OSError.
     """
+    if isinstance(root, ImageAddress):
+        return root.read(path, min(max_bytes, MAX_REMOTE_BYTES))
     if path != printable(path):
         raise SourceError(f"{NOT_UTF8}.")
     file = inside(root, path)
@@ -126,6 +135,16 @@ def read_image(root: Path, path: str, max_bytes: int) -> bytes:
         raise SourceError(
             f"{path} is missing below {root}. Restore it, or remove it from the list."
         ) from error
+
+
+def state_of(root: ImageRoot, path: str) -> FileState:
+    """The state of an image file. Raises: SourceError if it is missing or outside; OSError."""
+    if isinstance(root, ImageAddress):
+        return root.state(path)
+    try:
+        return FileState.of_file(inside(root, path))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise SourceError(f"{path} is missing below {root}.") from error
 
 
 def _unreadable(item: Item, error: Exception) -> GalleryCorruptError:

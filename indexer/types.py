@@ -4,7 +4,6 @@ import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 from kinlens.embedder.errors import InvalidParameterError
 from kinlens.embedder.sources.names import composed
 from kinlens.embedder.types import Embeddings, Hit, ItemId
+from kinlens.indexer.addresses import ImageRoot
 from kinlens.indexer.attributes import Schema, as_stored
 from kinlens.indexer.filters.text import Where, as_filter
 from kinlens.indexer.filters.tree import Filter
@@ -388,8 +388,8 @@ class VectorStore(Protocol):
         """When the generation was created: ISO 8601, UTC."""
 
     @property
-    def image_root(self) -> Path:
-        """The folder that paths of items are relative to; it may not exist."""
+    def image_root(self) -> ImageRoot:
+        """The folder or address that paths of items are relative to; it may not exist."""
 
     def add(self, entries: Iterable[Entry], owned: frozenset[str] | None = None) -> Written:
         """Store entries.

@@ -707,6 +707,11 @@ class Ready(BaseModel):
         description="`ok` or the problem of each model and gallery; also of new generations that "
         "could not be opened, which do not make the service unready.",
     )
+    notes: dict[str, str] = Field(
+        default={},
+        description="What does not make the service unready: galleries whose images cannot be "
+        "read now, since their store does not answer.",
+    )
     last_error: Annotated[
         str | None, Field(description="The latest failed check since the start, if any.")
     ] = None

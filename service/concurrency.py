@@ -123,6 +123,18 @@ class DaemonThreads:
         future.add_done_callback(self._forget)
         return future
 
+    def call(self, work: Callable[[], T], limit_s: float) -> T:
+        """The result of `work`, for which this thread waits. After the limit it continues.
+
+        Raises: TimeoutError after `limit_s` seconds; any error of `work`.
+        """
+        future = self.submit(work)
+        try:
+            return future.result(limit_s)
+        except TimeoutError:
+            future.cancel()
+            raise
+
     def close(self) -> None:
         """Cancel queued calls, and wait up to a second for running ones."""
         with self._lock:

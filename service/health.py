@@ -13,11 +13,13 @@ from kinlens.embedder.errors import GalleryNotFoundError, KinlensError
 from kinlens.embedder.types import SHORT
 from kinlens.indexer.galleries import gpu_memory
 from kinlens.indexer.gallery import Gallery as IndexedGallery
+from kinlens.indexer.images import ImageAddress
 from kinlens.indexer.types import IndexLocation
 from kinlens.service.access.keys import EVERYTHING, Binding
 from kinlens.service.concurrency import KeyedThreads, Recent
 from kinlens.service.encoding.model import Model, Models
 from kinlens.service.galleries.registry import Registry, Served, probe
+from kinlens.service.galleries.remote import ImageStores
 
 _PERIOD_S = 4.0
 _MODELS_S = 15.0
@@ -56,7 +58,12 @@ class Health:
     """
 
     def __init__(
-        self, registry: Registry, models: Models, timeout_s: float, is_on_gpu: bool = False
+        self,
+        registry: Registry,
+        models: Models,
+        stores: ImageStores,
+        timeout_s: float,
+        is_on_gpu: bool = False,
     ) -> None:
         """`is_on_gpu`: whether galleries are searched on a GPU."""
         self.passed = False
@@ -67,6 +74,7 @@ class Health:
         self.free_gpu_memory_mb: float | None = None
         self._registry = registry
         self._models = models
+        self._stores = stores
         self._threads = KeyedThreads(_AT_ONCE)
         self._timeout_s = timeout_s
         self._is_on_gpu = is_on_gpu
@@ -114,6 +122,19 @@ class Health:
             if binding.permits(name):
                 found[f"reload {name}"] = fault
         return found
+
+    def notes(self, binding: Binding = EVERYTHING) -> dict[str, str]:
+        """Why the images of galleries that a caller with this binding can see cannot be read now.
+        Searches still answer, so the service stays ready.
+        """
+        notes = {}
+        for name in filter(binding.permits, self._registry.names()):
+            with contextlib.suppress(GalleryNotFoundError), self._registry.lease(name) as served:
+                root = served.whole.image_root
+                fault = self._stores.fault(root) if isinstance(root, ImageAddress) else None
+                if fault is not None:
+                    notes[f"images of {name}"] = fault
+        return notes
 
     def end(self) -> None:
         """Start the drain: report not ready, so load balancers send requests elsewhere."""
@@ -204,7 +225,7 @@ class Health:
                 # If an earlier probe still hangs, do not wait for it again: one gallery must not
                 # delay the checks of the others.
                 limit_s = 0.0 if self._threads.is_running(served) else self._timeout_s
-                return await self._threads.run(served, partial(_probe, served), limit_s)
+                return await self._threads.run(served, partial(self._probe, served), limit_s)
         except GalleryNotFoundError:
             return Verdict(_REMOVED)
         except Exception as error:
@@ -216,10 +237,10 @@ class Health:
         structlog.get_logger().debug("readiness check failed", exc_info=error)
         return f"failed with {type(error).__name__}"
 
-
-def _probe(served: Served) -> Verdict:
-    gallery = served.whole
-    with served.reading():  # its end shows that the gallery responds again
-        version, is_searchable = probe(gallery, served.model)
-        index = gallery.index_location() if isinstance(gallery, IndexedGallery) else None
-    return Verdict(OK if is_searchable else "the search returned no hits", version, index)
+    def _probe(self, served: Served) -> Verdict:
+        gallery = served.whole
+        with served.reading():  # its end shows that the gallery responds again
+            version, is_searchable = probe(gallery, served.model)
+            index = gallery.index_location() if isinstance(gallery, IndexedGallery) else None
+            self._stores.watch(gallery)
+        return Verdict(OK if is_searchable else "the search returned no hits", version, index)

@@ -13,6 +13,7 @@ import structlog
 from kinlens.embedder.errors import GalleryNotFoundError, StateMissingError
 from kinlens.embedder.session import Embedder, ModelFacts
 from kinlens.indexer.gallery import Gallery as IndexedGallery
+from kinlens.indexer.images import ImageAddress
 from kinlens.service.access.audit import AuditLog
 from kinlens.service.access.keys import open_keys
 from kinlens.service.concurrency import BoundedPool, SearchThreads, in_thread, within
@@ -27,6 +28,7 @@ from kinlens.service.galleries.items import Items
 from kinlens.service.galleries.locations import Locations, Opened, open_gallery
 from kinlens.service.galleries.managed import ManagedGalleries
 from kinlens.service.galleries.registry import Registry, Served, change
+from kinlens.service.galleries.remote import DiskCache, ImageStores
 from kinlens.service.galleries.renditions import Renditions
 from kinlens.service.galleries.uploads import Sweeper
 from kinlens.service.health import Health
@@ -43,6 +45,9 @@ _WRITERS = 4
 _WRITERS_PER_GALLERY = 2  # a catalogue has one writer at a time; the other prepares its write
 _STATE_THREADS = 4  # each file of the state folder uses one at a time
 _CLOSE_S = 5.0  # of each part, at the end
+IMAGE_CACHE = ".image-cache"
+"""The subfolder of the state folder with copies of images in object stores; not backed up."""
+
 _BODY_READERS = 2  # parsing holds the GIL, so more threads would only slow down searches
 
 
@@ -90,6 +95,10 @@ class Runtime:
             limit_s,
             settings.no_match_prior,
         )
+        cache = (
+            None if state is None else DiskCache(state / IMAGE_CACHE, settings.image_cache_bytes)
+        )
+        self.image_stores = ImageStores(cache, settings.pictures_timeout_ms / 1e3)
         self.renditions = Renditions(settings, self.search_threads, self.models)
         self.keys = None if state is None else open_keys(state)
         self.audit = None if state is None else AuditLog(state)
@@ -107,7 +116,7 @@ class Runtime:
             limit_s,
         )
         ready_s, is_on_gpu = settings.ready_timeout_ms / 1e3, settings.searched_on() == "cuda"
-        self.health = Health(self.registry, self.models, ready_s, is_on_gpu)
+        self.health = Health(self.registry, self.models, self.image_stores, ready_s, is_on_gpu)
         count_jobs = dict if self.jobs is None else self.jobs.store.counts
         self.observer = Observer(
             self.metrics,
@@ -249,7 +258,7 @@ class Runtime:
                 close(self.feedback.close)
             if self.redis is not None:
                 ending.push_async_callback(self.redis.close)
-            close(*(pool.close for pool in self.pools.values()))
+            close(*(pool.close for pool in self.pools.values()), self.image_stores.close)
             close(self.search_threads.close)
             close(self.sampler.close)
             ending.push_async_callback(self.registry.stop)
@@ -290,6 +299,8 @@ def missing_image_roots(galleries: Mapping[str, Opened]) -> list[str]:
         for name, gallery in galleries.items()
         # The images of a copy are stored where it was published.
         if not (isinstance(gallery, IndexedGallery) and gallery.copy_of is not None)
+        # The readiness checks report stores that do not answer.
+        and not isinstance(gallery.image_root, ImageAddress)
         and not os.path.isdir(gallery.image_root)  # noqa: PTH112 (unlike Path: no PermissionError)
     ]
 

@@ -221,7 +221,7 @@ class Settings(BaseSettings):
     body_timeout_ms: ClassVar[int] = 30_000  # until the body of a request must be complete
     reload_interval_ms: ClassVar[int] = 1_000
     ready_timeout_ms: ClassVar[int] = 5_000  # of each readiness check
-    pictures_timeout_ms: ClassVar[int] = 5_000  # of an uploaded image of a gallery on Milvus
+    pictures_timeout_ms: ClassVar[int] = 5_000  # of an image in an object store
     recall_sample: ClassVar[int] = 1_000  # 1 of this many index searches is repeated exactly
     feedback_max_rows: ClassVar[int] = 100_000
     cache_max_entries: ClassVar[int] = 10_000
@@ -236,8 +236,8 @@ class Settings(BaseSettings):
     `NAME=s3://bucket/shop`.
     """
     image_roots: NamedPaths = ()
-    """`NAME=DIR`, separated by commas: folder of a gallery's images if they have moved since the
-    build.
+    """`NAME=DIR`, separated by commas: folder or fsspec URL of a gallery's images if they have
+    moved since the build.
     """
     pictures: NamedPaths = ()
     """`NAME=URL`, separated by commas: where images uploaded to a gallery on Milvus are stored; a
@@ -367,6 +367,9 @@ class Settings(BaseSettings):
 
     cache_max_bytes: int = Field(default=64 * 2**20, ge=0)
     """Bytes of the in-process cache; 0 turns it off."""
+    image_cache_bytes: int = Field(default=2**30, ge=0)
+    """Bytes on the disk for images that stay in an object store, in `STATE/.image-cache`; 0: none.
+    """
     redis_url: Annotated[RedisUrl | None, _EmptyIsNone] = None
     """Second cache level and shared rates: `redis://HOST:PORT/0`, `rediss://` or `unix://`."""
 

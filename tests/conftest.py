@@ -18,7 +18,7 @@ from kinlens.embedder.seen import Seen
 from tests.tiny import TINY, TINY_DIM, encoded, photo, tiny_embed, write_tiny_onnx
 
 gc.disable()  # what the imports of all test modules make stays; to look through it takes seconds
-pytest_plugins = ["tests.support.servers"]
+pytest_plugins = ["tests.support.servers", "tests.support.stores"]
 
 LONGEST_FIRST = (
     "promises/test_documents.py",

@@ -235,7 +235,12 @@ class _Walk:
 
 def is_omitted(path: str) -> bool:
     """Whether a part of this path is a name that a walk omits."""
-    return any(map(_reason, path.split("/")))
+    return omission(path) is not None
+
+
+def omission(path: str) -> str | None:
+    """Why a walk omits a file at this path, by the names in it; None if it does not."""
+    return next(filter(None, map(_reason, path.split("/"))), None)
 
 
 def _reason(name: str) -> str | None:

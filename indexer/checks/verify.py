@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from kinlens.embedder.errors import GalleryCorruptError, ImageError, SourceError
 from kinlens.embedder.session import Embedder, fitted
 from kinlens.embedder.types import Embeddings
+from kinlens.indexer.addresses import ImageRoot
 from kinlens.indexer.catalog.database import Catalog, catalog_view
 from kinlens.indexer.catalog.entries import normalised, norms_of
 from kinlens.indexer.catalog.read import CatalogView
@@ -162,7 +163,7 @@ def verify_gallery(
     embedder: Embedder | None = None,
     *,
     sample: int | None = None,
-    image_root: Path | None = None,
+    image_root: ImageRoot | str | None = None,
     queries: Embeddings | None = None,
     target_recall: float | None = None,
     on_progress: Progress = lambda _: None,
@@ -175,7 +176,7 @@ def verify_gallery(
 
     Args:
         sample: number of items; None for all, or 1,000 of a large gallery.
-        image_root: current folder of the images; None for that of the gallery.
+        image_root: current folder or address of the images; None for that of the gallery.
         queries: vectors (Q, D) to measure recall with; None for stored vectors.
         target_recall: None for the target of the index.
 

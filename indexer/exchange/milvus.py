@@ -12,7 +12,6 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from itertools import chain, islice
-from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -26,6 +25,7 @@ from kinlens.embedder.errors import (
 )
 from kinlens.embedder.sources.names import by_key
 from kinlens.embedder.types import SHORT, Embeddings, Hit, ItemId
+from kinlens.indexer.addresses import ImageRoot, image_root_of
 from kinlens.indexer.attributes import Schema
 from kinlens.indexer.catalog.entries import (
     are_equal,
@@ -110,7 +110,9 @@ class MilvusStore(VectorStore):
     open.
     """
 
-    def __init__(self, connection: Connection, seen: Collection, image_root: Path | None) -> None:
+    def __init__(
+        self, connection: Connection, seen: Collection, image_root: ImageRoot | str | None
+    ) -> None:
         self._connection = connection
         self._seen = seen
         self._image_root = image_root
@@ -123,7 +125,7 @@ class MilvusStore(VectorStore):
         name: str,
         *,
         expected_bundle_id: str | None = None,
-        image_root: Path | None = None,
+        image_root: ImageRoot | str | None = None,
         token: str = "",
         timeout_s: float = 10.0,
         consistency: Consistency = "Strong",
@@ -176,8 +178,8 @@ class MilvusStore(VectorStore):
         return self._seen.facts.created_at
 
     @property
-    def image_root(self) -> Path:
-        return self._image_root or Path(self._seen.facts.source_root)
+    def image_root(self) -> ImageRoot:
+        return image_root_of(self._image_root or self._seen.facts.source_root)
 
     @property
     def size(self) -> int:

@@ -8,19 +8,10 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
 
 from kinlens.embedder.durable import make_folder, rename, sync
-from kinlens.embedder.errors import (
-    EngineUnavailableError,
-    GalleryError,
-    InvalidParameterError,
-    KinlensError,
-)
-
-REMOTE = "://"
-"""Marks an address of fsspec, in contrast to a folder."""
+from kinlens.embedder.errors import GalleryError, KinlensError
+from kinlens.indexer.addresses import REMOTE, files_at, is_local, protocols, refuse_secrets
 
 _ATOMIC = {"s3", "s3a", "gs", "gcs", "az", "abfs", "memory"}  # protocols with atomic writes
 
@@ -147,43 +138,6 @@ def store_errors_explained(outcome: str, cure: str) -> Iterator[None]:
         raise
     except Exception as error:  # each store client has its own exception classes
         raise GalleryError(f"{outcome}: {type(error).__name__}: {error}. {cure}") from error
-
-
-def refuse_secrets(address: str) -> None:
-    """Raise InvalidParameterError if an address has a password, as logs show addresses."""
-    parts = urlsplit(address) if REMOTE in address else None
-    if parts is not None and parts.password:
-        raise InvalidParameterError(
-            f"address = {parts.scheme}://...@{parts.hostname} contains a password, which would "
-            "appear in logs. Use the settings or environment variables of the store's client."
-        )
-
-
-def files_at(address: str) -> tuple[Any, str]:
-    """The file system of fsspec at an address, and the path in it.
-
-    Raises: EngineUnavailableError without fsspec, or without the package of a protocol.
-    """
-    try:
-        import fsspec
-
-        files, root = fsspec.url_to_fs(address)
-    except (ImportError, ValueError) as error:
-        raise EngineUnavailableError(
-            f"{address} cannot be opened: {error}. Check the address, and install the "
-            "package for its protocol: pip install 'kinlens[s3]' for s3://."
-        ) from error
-    return files, str(root).rstrip("/")
-
-
-def protocols(files: Any) -> set[str]:
-    """The protocols of an fsspec file system."""
-    return {files.protocol} if isinstance(files.protocol, str) else {*files.protocol}
-
-
-def is_local(files: Any) -> bool:
-    """Whether an fsspec file system is the local one."""
-    return "file" in protocols(files)
 
 
 @contextlib.contextmanager

@@ -34,7 +34,9 @@ from kinlens.embedder.errors import (
     GalleryCorruptError,
     GalleryError,
     KinlensError,
+    UnreachableError,
 )
+from kinlens.indexer.addresses import ImageRoot, image_root_of
 from kinlens.indexer.catalog.database import catalog_view
 from kinlens.indexer.catalog.read import CatalogView
 from kinlens.indexer.catalog.replay import name_rows, packed_ids, part_of, tombstones, unpacked_ids
@@ -83,7 +85,7 @@ def publish(
     address: str,
     *,
     with_images: bool = False,
-    image_root: Path | None = None,
+    image_root: ImageRoot | str | None = None,
     take_over: bool = False,
     on_progress: Progress | None = None,
 ) -> PublishReport:
@@ -155,7 +157,7 @@ class _Publication:
         store: ObjectFolder,
         before: Owner | None,
         with_images: bool,
-        image_root: Path | None,
+        image_root: ImageRoot | str | None,
         on_progress: Progress,
     ) -> None:
         self._folder = folder
@@ -178,7 +180,7 @@ class _Publication:
         self._stored_images: set[str] = set()  # sha256 of images
         self._uploaded_images = self._missing = 0
         self._with_images = with_images or (before is not None and before.pictures)
-        self._image_root = image_root or Path(self._manifest.source_root)
+        self._image_root = image_root_of(image_root or self._manifest.source_root)
         self._waiting: dict[str, Content] = {}  # files to upload together, by name
         self._waiting_bytes = self._uploaded = 0
 
@@ -357,6 +359,8 @@ class _Publication:
                 continue
             try:
                 data = self._image_of(item)
+            except UnreachableError:
+                raise  # it is the store that is away, and not the image
             except (KinlensError, OSError):
                 self._missing += 1  # an item that was stored as a vector only, or a lost file
                 continue

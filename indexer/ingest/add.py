@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from kinlens.embedder.errors import BundleMismatchError, InvalidParameterError, SourceError
 from kinlens.embedder.session import Embedder, fitted
 from kinlens.embedder.types import SHORT
+from kinlens.indexer.addresses import is_same_root
 from kinlens.indexer.catalog.entries import Retypable, merged
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.ingest.embed import (
@@ -96,7 +97,7 @@ def check_image_root(gallery: VectorStore) -> None:
             "The gallery was built from vectors and has no image root. Set the folder of its "
             "images with --image-root."
         )
-    if not root.is_dir():
+    if isinstance(root, Path) and not root.is_dir():
         raise SourceError(
             f"The image root {root} of the gallery is missing. Set the current folder of the "
             "images with --image-root."
@@ -259,7 +260,7 @@ def fitting(gallery: VectorStore, embedder: Embedder) -> Embedder:
 def check_root(gallery: VectorStore, source: Source) -> None:
     """Check that paths of a source fit those of a gallery. Raises: SourceError."""
     check_image_root(gallery)
-    if source.root.resolve() != gallery.image_root.resolve():
+    if not is_same_root(source.root, gallery.image_root):
         raise SourceError(
             f"The image paths of the {source.description} are relative to {source.root}, but those "
             f"of the gallery to {gallery.image_root}. Put the images below that folder, "

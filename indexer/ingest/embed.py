@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel
 
-from kinlens.embedder.errors import GalleryError, ImageError, SourceError
+from kinlens.embedder.errors import GalleryError, ImageError, SourceError, UnreachableError
 from kinlens.embedder.machine import core_count
 from kinlens.embedder.preprocess import ImageLimits, read_header
 from kinlens.embedder.session import Embedder
@@ -55,8 +55,8 @@ def embedded_batches(
     """Process all records of the source in order; threads work a limited number of batches ahead.
 
     Content that is `known` is not embedded again, but copies in concurrent batches may be. Use it
-    as a context manager, which stops the threads. Iteration raises BundleError and the errors of
-    `known` and of the source.
+    as a context manager, which stops the threads. Iteration raises BundleError, UnreachableError
+    and the errors of `known` and of the source.
     """
 
     def batches() -> Generator[Batch, None, None]:
@@ -86,7 +86,10 @@ def embedded_batch(
     known: Known,
     max_bytes: int = ImageLimits().max_bytes,
 ) -> Batch:
-    """Process records as one batch. Raises: BundleError, and the errors of `known`."""
+    """Process records as one batch.
+
+    Raises: BundleError, UnreachableError, and the errors of `known`.
+    """
     read: list[Record] = []
     tensors: dict[str, NDArray[np.uint8]] = {}
     for files in _files(source, records, known, max_bytes):
@@ -137,6 +140,8 @@ def _file(source: Source, record: Record, max_bytes: int) -> tuple[Record, bytes
         sha256 = hashlib.sha256(data).hexdigest()
         if record.sha256 not in ("", sha256):
             raise SourceError("The image was changed after it was indexed. Add it again.")
+    except UnreachableError:
+        raise  # no image is at fault: a gallery without the others would look complete
     except (ImageError, GalleryError, OSError) as error:
         return replace(record, failure=reason_of(error)), b""
     return replace(record, sha256=sha256), data

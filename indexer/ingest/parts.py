@@ -11,22 +11,28 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kinlens.embedder.bundle import Bundle
-from kinlens.embedder.decoding.formats import SUFFIXES
 from kinlens.embedder.engines.models import SessionSettings
 from kinlens.embedder.errors import (
     EngineUnavailableError,
     InvalidParameterError,
     KinlensError,
     SourceError,
+    UnreachableError,
 )
 from kinlens.embedder.session import Embedder, OnnxEmbedder
-from kinlens.indexer.exchange.objects import REMOTE, files_at
+from kinlens.indexer.addresses import (
+    REMOTE,
+    ImageAddress,
+    ImageRoot,
+    files_at,
+    image_root_of,
+)
+from kinlens.indexer.images import read_image
 from kinlens.indexer.ingest.embed import (
     EmbedSettings,
     Failure,
@@ -35,7 +41,7 @@ from kinlens.indexer.ingest.embed import (
     failure_of,
     faults_of,
 )
-from kinlens.indexer.ingest.shards import ShardsManifest, VectorShards, image_paths, reader_at
+from kinlens.indexer.ingest.shards import ShardsManifest, VectorShards
 from kinlens.indexer.ingest.sources import (
     LIST,
     Record,
@@ -43,8 +49,7 @@ from kinlens.indexer.ingest.sources import (
     check_attributes,
     csv_source,
     existing_folder,
-    folder_record,
-    folder_source,
+    source_at,
 )
 from kinlens.indexer.types import Entry
 
@@ -98,20 +103,21 @@ class SourceAt(NamedTuple):
             fsspec, or without the package of a protocol.
         """
         if not text.lower().endswith(".csv"):
-            if REMOTE in text:
-                files_at(text)
-                return cls("address", text, lambda: remote_source(text))
-            return cls(f"folder {text}", str(existing_folder(text)), lambda: folder_source(text))
+            place = _existing(text)
+            kind = "address" if isinstance(place, ImageAddress) else f"folder {text}"
+            return cls(kind, str(place), lambda: source_at(text))
         csv = Path(text)
-        description = f"{LIST} {csv.resolve()}"
-        if root is not None and REMOTE in root:
-            return cls(description, root, lambda: remote_source(root, csv))
-        folder = existing_folder(csv.parent if root is None else root)
-        return cls(description, str(folder), lambda: csv_source(csv, root))
+        place = _existing(csv.parent if root is None else root)
+        return cls(f"{LIST} {csv.resolve()}", str(place), lambda: csv_source(csv, root))
 
 
-class UnreachableError(KinlensError):
-    """The source does not respond; no record is at fault."""
+def _existing(place: str | Path) -> ImageRoot:
+    """A folder that exists, or an address. Raises: as `SourceAt.of`."""
+    root = image_root_of(place)
+    if isinstance(root, ImageAddress):
+        files_at(str(root))
+        return root
+    return existing_folder(root)
 
 
 def begun_shards(
@@ -157,16 +163,13 @@ def embed_part(
 
     Raises: SourceError without access to the images; UnreachableError; OSError.
     """
-    root, description = shards.manifest.source_root, shards.manifest.source
-    if REMOTE not in root and not Path(root).is_dir():
+    root, description = image_root_of(shards.manifest.source_root), shards.manifest.source
+    if isinstance(root, Path) and not root.is_dir():
         raise SourceError(f"There is no access to the folder {root}. Mount it on each machine.")
-    remote = root if REMOTE in root else ""
-    read = _reader(root)
+    read = partial(_explained, root)
     for shard in part.missing(shards):
         records = shards.records(shard)
-        source = Source(
-            Path(root), partial(iter, records), len(records), description, read=read, remote=remote
-        )
+        source = Source(root, partial(iter, records), len(records), description, read=read)
         entries: list[Entry] = []
         failures: list[Failure] = []
         with embedded_batches(source, embedder, lambda _: (), settings) as batches:
@@ -243,45 +246,19 @@ def _embed(
     return sum(embed_part(VectorShards(out), part, embedder, settings))
 
 
-def remote_source(address: str, csv: Path | None = None) -> Source:
-    """All images below an address of fsspec, sorted by path, or the rows of a CSV list, whose
-    paths are relative to the address.
-
-    Raises: SourceError for an address without images, or an invalid list.
-    """
-    read = reader_at(address)
-    if csv is not None:
-        return replace(csv_source(csv), root=Path(address), remote=address, read=read)
-    paths = image_paths(address)
-    if not paths:
-        raise SourceError(
-            f"There are no images at {address}. Image names end with {', '.join(SUFFIXES)}."
-        )
-    records = partial(map, folder_record, paths)
-    return Source(Path(address), records, len(paths), "address", read=read, remote=address)
-
-
-def _reader(root: str) -> Callable[[Record, int], bytes]:
-    """Reads images below a root.
+def _explained(root: ImageRoot, record: Record, max_bytes: int) -> bytes:
+    """The image of a record.
 
     A missing or unusable file raises an error that skips only this image. A failure of the disk or
     network, after what the client of the store repeats, raises UnreachableError, so the shard stays
     missing.
     """
-    read, is_remote = reader_at(root), REMOTE in root
-
-    def read_record(record: Record, max_bytes: int) -> bytes:
-        try:
-            data: bytes = read(record, max_bytes)
-        except (KinlensError, FileNotFoundError, IsADirectoryError):
-            raise
-        except Exception as error:
-            if isinstance(error, PermissionError) and not is_remote:
-                raise  # on a remote store it is more likely an expired token
-            raise UnreachableError(
-                f"{record.path} cannot be read: {error}. Stored shards are kept. Check the disk or "
-                "network, then run the same command again."
-            ) from error
-        return data
-
-    return read_record
+    try:
+        return read_image(root, record.path, max_bytes)
+    except PermissionError:
+        raise
+    except (OSError, UnreachableError) as error:
+        raise UnreachableError(
+            f"{record.path} cannot be read: {error}. Stored shards are kept. Check the disk or "
+            "network, then run the same command again."
+        ) from error

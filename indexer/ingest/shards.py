@@ -14,23 +14,19 @@ import json
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
-from kinlens.embedder.decoding.formats import SUFFIXES
 from kinlens.embedder.errors import SourceError
 from kinlens.embedder.programs.faults import file_fault
-from kinlens.embedder.sources.walk import Omitted, is_omitted
-from kinlens.indexer.exchange.objects import ObjectFolder, files_at, is_local
+from kinlens.indexer.exchange.objects import ObjectFolder
 from kinlens.indexer.exchange.parquet import write_entries
-from kinlens.indexer.images import read_image
 from kinlens.indexer.ingest.embed import Failure
 from kinlens.indexer.ingest.foreign import read_export
-from kinlens.indexer.ingest.sources import Record, folder_records
+from kinlens.indexer.ingest.sources import Record
 from kinlens.indexer.types import Entry, GalleryExport
 
 MANIFEST = "manifest.json"
@@ -189,35 +185,6 @@ class VectorShards:
                         f"{self.address}/{name} is damaged: {error} Remove it and run "
                         "kinlens-index embed again."
                     ) from error
-
-
-def reader_at(root: str) -> Any:
-    """A function that reads the image of a record below an address, up to a number of bytes."""
-    files, path = files_at(root)
-    if is_local(files):
-        return lambda record, max_bytes: read_image(Path(path), record.path, max_bytes)
-    return partial(_read, files, path)
-
-
-def image_paths(address: str) -> list[str]:
-    """The sorted paths of the images below an address, relative to it, as of `walk_images`."""
-    files, root = files_at(address)
-    if is_local(files):
-        return [record.path for record in folder_records(Path(root), "", Omitted())]
-    files.invalidate_cache()
-    found = (str(path)[len(root) :].lstrip("/") for path in files.find(root))
-    return sorted(
-        path for path in found if path.lower().endswith(SUFFIXES) and not is_omitted(path)
-    )
-
-
-def _read(files: Any, root: str, record: Record, max_bytes: int) -> bytes:
-    data: bytes = files.cat_file(f"{root}/{record.path}", end=max_bytes + 1)
-    if len(data) > max_bytes:
-        raise SourceError(
-            f"The file has more than {max_bytes:,} bytes, the limit. Resize or compress it."
-        )
-    return data
 
 
 def _plain(attributes: Any) -> dict[str, Any]:

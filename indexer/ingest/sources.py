@@ -1,10 +1,11 @@
-"""Sources of images: a folder, a CSV file with typed columns, or a split list of a dataset."""
+"""Sources of images: a folder, an address, a CSV file with typed columns, or a split list."""
 
 import os
 import re
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,9 +22,10 @@ from kinlens.embedder.sources.walk import (
     read_failed,
     walk_images,
 )
+from kinlens.indexer.addresses import FileState, ImageAddress, ImageRoot, image_root_of
 from kinlens.indexer.attributes import Schema, is_printable
 from kinlens.indexer.catalog.entries import MAX_KEY, Retypable, is_key, learn_types
-from kinlens.indexer.images import read_image
+from kinlens.indexer.images import read_image, state_of
 from kinlens.indexer.ingest.tables import Row, read_rows, read_table
 from kinlens.values import AttributeValue
 
@@ -58,36 +60,78 @@ class Source:
     """Images to index.
 
     Attributes:
-        root: the absolute folder that paths are relative to.
+        root: the absolute folder, or the address, that paths are relative to.
         records: returns a new iterator over all records; each key occurs once.
         count: number of records.
         names: attributes that the source defines, also for records without a value.
         read: reads the image of a record, of at most `max_bytes`; None to read its file.
         below: the folder, relative to the root, that all paths are in; "" for the root.
-        remote: the address of fsspec that paths are relative to, if it is not a folder.
+        states: what a listing of an address has reported of each image, by path.
         omitted: the files that are no images of the source, and those that cannot be used.
     """
 
-    root: Path
+    root: ImageRoot
     records: Callable[[], Iterator[Record]] = field(repr=False)
     count: int
     description: str
     names: frozenset[str] = frozenset()
     read: Callable[[Record, int], bytes] | None = field(default=None, repr=False)
-    remote: str = ""
+    states: Mapping[str, FileState] = field(default_factory=dict, repr=False)
     omitted: Omitted = field(default_factory=Omitted, repr=False)
     below: str = ""
 
-    @property
-    def address(self) -> str:
-        """The address or folder that paths are relative to."""
-        return self.remote or str(self.root)
-
     def read_image(self, record: Record, max_bytes: int) -> bytes:
-        """The image of a record. Raises: SourceError, ImageError, OSError."""
+        """The image of a record. Raises: SourceError, ImageError, UnreachableError, OSError."""
         if self.read is not None:
             return self.read(record, max_bytes)
         return read_image(self.root, record.path, max_bytes)
+
+    def state(self, record: Record) -> FileState:
+        """The state of the file of a record. Raises: SourceError, UnreachableError, OSError."""
+        listed = self.states.get(record.path)
+        if listed is not None and listed.is_settled:
+            return listed
+        return state_of(self.root, record.path)
+
+
+def source_at(place: ImageRoot | str, root: ImageRoot | str | None = None) -> Source:
+    """All images of a folder or of an address, see `folder_source` and `address_source`."""
+    given, base = image_root_of(place), None if root is None else image_root_of(root)
+    if isinstance(given, ImageAddress):
+        return address_source(given, base)
+    if isinstance(base, ImageAddress):
+        raise SourceError(_outside(place, base))
+    return folder_source(given, base)
+
+
+def address_source(address: ImageAddress, root: ImageRoot | None = None) -> Source:
+    """All images below an address, in the order of their names, by one listing of it.
+
+    The images stay where they are. The key is the path relative to `root`, by default the address;
+    images in a folder below the root get its relative name as attribute `class`.
+
+    Raises: SourceError for an address without images or outside of `root`; UnreachableError.
+    """
+    base = address if root is None else root
+    if not isinstance(base, ImageAddress):
+        raise SourceError(_outside(address, base))
+    omitted, below = Omitted(), base.below(str(address))
+    listed = [*base.images(omitted, below)]
+    if not listed:
+        faults = " ".join(fault_lines(omitted.faults)[:3])
+        hint = faults or f"Image names end with {', '.join(SUFFIXES)}."
+        raise SourceError(f"There are no images at {address}. {hint}")
+    images = [image for image, _ in listed]
+    return Source(
+        base,
+        lambda: (folder_record(*image) for image in images),
+        len(images),
+        f"address {address}",
+        frozenset({"class"}),
+        states={image.path: state for image, state in listed},
+        omitted=omitted,
+        below=below,
+    )
 
 
 def folder_source(folder: Path | str, root: Path | str | None = None) -> Source:
@@ -191,9 +235,9 @@ def folder_record(path: str, name: str = "") -> Record:
 
 def csv_source(
     file: Path | str,
-    root: Path | str | None = None,
+    root: ImageRoot | str | None = None,
     kinds: Schema = NO_KINDS,
-    folder: Path | str | None = None,
+    folder: ImageRoot | str | None = None,
 ) -> Source:
     """The rows of a CSV file with the columns `key` and `path`; other columns are attributes.
 
@@ -206,23 +250,77 @@ def csv_source(
     JSON list. Each image is an item with the key KEY/FILE, the attributes of the row and the
     attribute `product`, by default the key. A column `product` may take the place of `key`.
 
+    With an address as `root`, `path` names files below it, also by their whole addresses.
+
     Raises: SourceError for a missing file, column, value or row, a value of another type, a
         repeated key, or a path that leads out of the root.
     """
     file = _regular(file)
-    base = existing_folder(file.parent if root is None else root)
-    rows = _ListRows(file, base, base if folder is None else existing_folder(folder), kinds)
+    if (remote := _address_of(root, folder)) is not None:
+        base = existing_folder(file.parent)
+        rows = _ListRows(file, base, base, kinds, remote)
+        return relocated(_listed_source(base, rows.records, file, rows.names), *remote)
+    base = existing_folder(file.parent) if root is None else _local(root)
+    rows = _ListRows(file, base, base if folder is None else _local(folder), kinds)
     return _listed_source(base, rows.records, file, rows.names)
+
+
+def _address_of(
+    root: ImageRoot | str | None, folder: ImageRoot | str | None
+) -> tuple[ImageAddress, str] | None:
+    """The address of the images of a list, and the folder below it that paths are relative to; None
+    if they are in a folder.
+
+    Raises: SourceError if `folder` is outside of `root`.
+    """
+    places = [image_root_of(place) for place in (root, folder) if place is not None]
+    if not any(isinstance(place, ImageAddress) for place in places):
+        return None
+    base, place = places[0], places[-1]
+    if not isinstance(base, ImageAddress) or not isinstance(place, ImageAddress):
+        raise SourceError(_outside(place, base))
+    return base, base.below(str(place))
+
+
+def _local(place: ImageRoot | str) -> Path:
+    """The absolute path of a folder that exists. Raises: SourceError."""
+    return existing_folder(str(image_root_of(place)))
+
+
+def _outside(place: object, root: object) -> str:
+    return (
+        f"{place} is outside of {root}, the image root of the gallery. Pass a place below it, set "
+        "the current place of the images with --image-root, or build a separate gallery."
+    )
+
+
+def relocated(source: Source, root: ImageRoot, below: str) -> Source:
+    """The source with paths relative to another root, in which its own is the folder `below`."""
+
+    def records() -> Iterator[Record]:
+        for record in source.records():
+            yield replace(record, path=f"{below}/{record.path}") if below else record
+
+    return replace(source, root=root, records=records, below=below)
 
 
 class _ListRows:
     """The rows of a CSV list of images.
 
-    Paths are relative to `folder` and must not lead out of `root`.
+    Paths are relative to `folder` and must not lead out of `root`. Paths that begin with the
+    address and folder of `remote` are relative to that.
     """
 
-    def __init__(self, file: Path, root: Path, folder: Path, kinds: Schema) -> None:
+    def __init__(
+        self,
+        file: Path,
+        root: Path,
+        folder: Path,
+        kinds: Schema,
+        remote: tuple[ImageAddress, str] | None = None,
+    ) -> None:
         self.file, self.root, self.folder, self.kinds = file, root, folder, kinds
+        self.shortened = None if remote is None else partial(remote[0].relative, remote[1])
         self.key = _key_column(file)
         self.required = (self.key, "path")
         # One product of several images is enough: the others are products as well.
@@ -291,9 +389,10 @@ class _ListRows:
     def _files(self, row: Row) -> list[str]:
         """The files or folders in the cell `path`. Raises: SourceError."""
         try:
-            return paths_in(row.cells["path"], self.folder)
+            paths = paths_in(row.cells["path"], self.folder)
         except ValueError as error:
             raise SourceError(f"{row.position}: {error}") from error
+        return paths if self.shortened is None else [*map(self.shortened, paths)]
 
     def _relative(self, path: str, position: str) -> str:
         """The path below the root. Raises: SourceError."""
@@ -308,7 +407,9 @@ class _ListRows:
 
 
 def split_source(
-    file: Path | str, root: Path | str | None = None, folder: Path | str | None = None
+    file: Path | str,
+    root: ImageRoot | str | None = None,
+    folder: ImageRoot | str | None = None,
 ) -> Source:
     """The lines `relative/path.jpg, class, ...` of a dataset's split file; the key is the path.
 
@@ -318,8 +419,10 @@ def split_source(
     Raises: the errors of `csv_source`.
     """
     file = _regular(file)
-    base = existing_folder(file.parent if root is None else root)
-    below = base if folder is None else existing_folder(folder)
+    if (remote := _address_of(root, folder)) is not None:
+        return relocated(split_source(file), *remote)
+    base = existing_folder(file.parent) if root is None else _local(root)
+    below = base if folder is None else _local(folder)
 
     def records() -> Iterator[tuple[int, Record]]:
         for line, row in read_rows(file):
@@ -389,8 +492,8 @@ def _relative(path: str, root: Path, position: str, folder: Path | None = None) 
         raise SourceError(f"{position}: the path {path!r} is not the name of a file.")
     if _ADDRESS.match(path):
         raise SourceError(
-            f"{position}: the path {path!r} is a URL, and images are not fetched. Download the "
-            "images, and write their paths."
+            f"{position}: the path {path!r} is a URL outside of the image root. Download the "
+            "images and write their paths, or pass the address that all are below as IMAGES."
         )
     if "\\" in path and not os.path.lexists(place):
         raise SourceError(

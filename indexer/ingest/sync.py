@@ -29,16 +29,18 @@ from kinlens.embedder.errors import (
     ImageError,
     InvalidParameterError,
     SourceError,
+    UnreachableError,
     disk_errors_as,
 )
 from kinlens.embedder.preprocess import read_header
 from kinlens.embedder.session import Embedder
 from kinlens.embedder.sources.walk import is_omitted
+from kinlens.indexer.addresses import FileState, ImageAddress, ImageRoot, image_root_of
 from kinlens.indexer.attributes import is_printable
 from kinlens.indexer.catalog.entries import Retypable, merged
 from kinlens.indexer.folder.layout import FILES
 from kinlens.indexer.gallery import Gallery
-from kinlens.indexer.images import ANY_SIZE, inside
+from kinlens.indexer.images import ANY_SIZE
 from kinlens.indexer.ingest.add import (
     KEPT,
     Ingest,
@@ -63,7 +65,8 @@ from kinlens.indexer.ingest.sources import (
     check_names,
     csv_source,
     folder_below,
-    folder_source,
+    relocated,
+    source_at,
 )
 from kinlens.indexer.types import Ids, Item, Progress, VectorStore
 
@@ -71,7 +74,6 @@ _PART = 256  # records that are compared at a time
 _REMOVAL_PART = 10_000
 _READERS = 8  # threads that read files: a network share answers many requests at a time
 _EXAMPLES = 5
-_RECENT_NS = 2 * 10**9  # a file may change once more within the resolution of its time stamp
 
 
 class MaxRemoved(NamedTuple):
@@ -187,16 +189,16 @@ def sync_source(
 
 
 class Facts(NamedTuple):
-    """A file, as it was read: size in bytes, time of change, sha256 (hex) and image format."""
+    """A file, as it was read: its size and version as in `FileState`, sha256 (hex) and format."""
 
     size: int
-    mtime_ns: int
+    version: int
     sha256: str
     format: str
 
-    def are_of(self, stat: os.stat_result) -> bool:
-        """Whether a file still has this size and time of change."""
-        return self[:2] == (stat.st_size, stat.st_mtime_ns)
+    def are_of(self, state: FileState) -> bool:
+        """Whether a file still has this size and version."""
+        return self[:2] == state[:2]
 
 
 class FileHashes:
@@ -206,7 +208,7 @@ class FileHashes:
     `dry_run` reads the file, and writes nothing.
     """
 
-    def __init__(self, file: Path | None, generation: str, root: Path, dry_run: bool) -> None:
+    def __init__(self, file: Path | None, generation: str, root: ImageRoot, dry_run: bool) -> None:
         self._connection = _connect(file, dry_run)
         self._file, self._dry_run = file, dry_run
         old = self._connection.execute("SELECT name, root FROM generation").fetchone()
@@ -224,7 +226,7 @@ class FileHashes:
                 connection.execute("DELETE FROM files")
 
     @classmethod
-    def of(cls, store: VectorStore, root: Path, dry_run: bool = False) -> Self:
+    def of(cls, store: VectorStore, root: ImageRoot, dry_run: bool = False) -> Self:
         """The hashes of files below `root`, next to a gallery in a folder; on Milvus, they are lost
         at the end.
         """
@@ -378,7 +380,8 @@ class _Sync:
 
     def _is_hidden(self, path: str) -> bool:
         """Whether a walk omits an image that is there: earlier versions did not."""
-        return is_omitted(path) and os.path.lexists(self.source.root / path)
+        root = self.source.root
+        return isinstance(root, Path) and is_omitted(path) and os.path.lexists(root / path)
 
     def refusal(self) -> str:
         """Why the changes are refused; empty if they are permitted."""
@@ -459,17 +462,18 @@ class _Sync:
         """A record as it was read, and the facts to store if its file was read."""
         try:
             check_names(record)
-            stat = _stat(self.source, record)
-            if known is not None and known.are_of(stat) and not self.settings.checksum:
+            state = self.source.state(record)
+            if known is not None and known.are_of(state) and not self.settings.checksum:
                 return replace(record, sha256=known.sha256, format=known.format), None
             data = self.source.read_image(record, self.settings.embed.max_bytes)
             format_ = read_header(data, ANY_SIZE).format
+        except UnreachableError:
+            raise  # no image is at fault
         except (ImageError, GalleryError, OSError) as error:
             return replace(record, failure=reason_of(error)), None
-        read = Facts(stat.st_size, stat.st_mtime_ns, hashlib.sha256(data).hexdigest(), format_)
-        is_recent = time.time_ns() - stat.st_mtime_ns < _RECENT_NS
+        read = Facts(state.size, state.version, hashlib.sha256(data).hexdigest(), format_)
         record = replace(record, sha256=read.sha256, format=format_)
-        return record, None if is_recent else read
+        return record, read if state.is_settled else None
 
     def _records(self) -> Iterator[Record]:
         """The records of the source with the hashes of unchanged files, which are not read again,
@@ -485,22 +489,23 @@ class _Sync:
                     own = merged(record.attributes, named.attributes, self.source.names)
                     record = replace(record, attributes=own)
                 with contextlib.suppress(GalleryError, OSError):  # reported when it is read
-                    if facts is not None and facts.are_of(_stat(self.source, record)):
+                    if facts is not None and facts.are_of(self.source.state(record)):
                         record = replace(record, sha256=facts.sha256, format=facts.format)
                 yield record
 
 
-def source_of(store: VectorStore, place: Path, csv: Path | None) -> Source:
-    """The images of a folder, or of a list whose paths are relative to it. Instead of a folder,
+def source_of(store: VectorStore, place: ImageRoot | str, csv: Path | None) -> Source:
+    """The images of a folder or address, or of a list whose paths are relative to it. Instead,
     `place` can be a list whose paths are relative to the image root of the gallery.
 
-    Raises: SourceError.
+    Raises: SourceError, UnreachableError.
     """
     check_image_root(store)
-    root = store.image_root.resolve()
-    if csv is None and place.is_file():
-        place, csv = root, place
-    below = folder_below(root, place)
+    root, given = store.image_root, image_root_of(place)
+    root = root.resolve() if isinstance(root, Path) else root
+    if csv is None and isinstance(given, Path) and given.is_file():
+        csv = given
+        given = root
     if csv is None:
         if isinstance(store, Gallery) and store.manifest.source.startswith(f"{LIST} "):
             raise SourceError(
@@ -508,26 +513,16 @@ def source_of(store: VectorStore, place: Path, csv: Path | None) -> Source:
                 "keys and attributes that a folder has not. Pass the current list with --csv, or "
                 "build the gallery again from the folder."
             )
-        return replace(folder_source(place, root), below=below)
-    listed = csv_source(csv, place, store.schema())
-    if not below:
-        return listed
+        return replace(source_at(given, root), below=_below(root, given))
+    return relocated(csv_source(csv, given, store.schema()), root, _below(root, given))
 
-    def records() -> Iterator[Record]:
-        for record in listed.records():
-            yield replace(record, path=f"{below}/{record.path}")
 
-    return replace(listed, root=root, records=records, below=below)
+def _below(root: ImageRoot, place: ImageRoot) -> str:
+    """The path of a place below the root, "" for the root itself. Raises: SourceError."""
+    if isinstance(root, ImageAddress):
+        return root.below(str(place))
+    return folder_below(root, str(place))
 
 
 def _is_below(path: str, folders: Set[str]) -> bool:
     return path in folders or any(str(parent) in folders for parent in PurePosixPath(path).parents)
-
-
-def _stat(source: Source, record: Record) -> os.stat_result:
-    """The status of the file of a record. Raises: SourceError if it is missing; OSError."""
-    file = inside(source.root, record.path)
-    try:
-        return file.stat()
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise SourceError(f"{record.path} is missing below {source.root}.") from error

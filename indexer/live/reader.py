@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from kinlens.embedder.errors import InvalidParameterError, ItemNotFoundError
 from kinlens.embedder.types import Embeddings, ItemId
+from kinlens.indexer.addresses import ImageRoot, image_root_of
 from kinlens.indexer.attributes import Schema
 from kinlens.indexer.bits import Bits
 from kinlens.indexer.catalog.database import Catalog, catalog_view
@@ -43,21 +44,21 @@ class GalleryReader(Searcher):
         manifest: GalleryManifest,
         catalog: Catalog,
         snapshots: SnapshotKeeper,
-        image_root: Path | None,
+        image_root: ImageRoot | str | None,
     ) -> None:
         super().__init__(snapshots, manifest.dim)
         self.manifest = manifest
         self.generation_folder = generation
         self._folder = folder
         self._catalog = catalog
-        self._image_root = image_root or Path(manifest.source_root)
+        self._image_root = image_root_of(image_root or manifest.source_root)
 
     @property
     def generation(self) -> str:
         return self.manifest.generation
 
     @property
-    def image_root(self) -> Path:
+    def image_root(self) -> ImageRoot:
         return self._image_root
 
     def schema(self) -> Schema:

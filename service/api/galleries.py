@@ -12,6 +12,7 @@ from starlette.convertors import Convertor, register_url_convertor
 
 from kinlens.embedder import errors
 from kinlens.indexer.galleries import GalleryFacts
+from kinlens.indexer.images import ImageAddress
 from kinlens.indexer.types import AttributeFacts, Item
 from kinlens.models import (
     AttributeCount,
@@ -36,6 +37,7 @@ from kinlens.service.api import requests
 from kinlens.service.galleries.feedback import forget
 from kinlens.service.galleries.locations import Gallery
 from kinlens.service.galleries.registry import Served
+from kinlens.service.galleries.remote import ImageStores
 from kinlens.service.http.bodies import read_model
 from kinlens.service.http.openapi import model_docs, problems
 from kinlens.service.http.rules import Route, rule
@@ -182,7 +184,7 @@ async def galleries(runtime: Service) -> Galleries:
 async def gallery(runtime: Service, name: str) -> GalleryDetail:
     """A gallery with its attributes (for filters), index and calibration."""
     async with runtime.registry.find(name) as served:
-        read = partial(_detail, served, runtime.settings)
+        read = partial(_detail, served, runtime.settings, runtime.image_stores)
         detail = await runtime.read("the gallery", read, served=served)
     detail.feedback = runtime.settings.feedback
     return detail
@@ -275,7 +277,14 @@ def _is_writable(served: Served, state: FilePath | None) -> bool:
     return state is not None and (served.path is None or os.access(served.path, os.W_OK))
 
 
-def _detail(served: Served, settings: Settings) -> GalleryDetail:
+def _is_root_missing(served: Served, stores: ImageStores) -> bool:
+    root = served.gallery.image_root
+    if isinstance(root, ImageAddress):
+        return stores.fault(root) is not None
+    return not root.is_dir()
+
+
+def _detail(served: Served, settings: Settings, stores: ImageStores) -> GalleryDetail:
     facts, known = served.gallery.facts(), served.model.calibration
     calibrated = calibrated_by(served)
     return GalleryDetail(
@@ -292,7 +301,7 @@ def _detail(served: Served, settings: Settings) -> GalleryDetail:
         ],
         facets=not served.is_remote,
         provider=served.model.provider,
-        image_root_missing=bool(facts.source_root) and not served.gallery.image_root.is_dir(),
+        image_root_missing=bool(facts.source_root) and _is_root_missing(served, stores),
     )
 
 

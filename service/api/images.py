@@ -8,7 +8,7 @@ from fastapi import APIRouter, Query, Request, Response
 from pydantic import BeforeValidator
 
 from kinlens.embedder import errors
-from kinlens.indexer.images import is_shown, item_bytes, shown
+from kinlens.indexer.images import ImageAddress, is_shown, item_bytes, shown
 from kinlens.indexer.types import Item
 from kinlens.service.api.galleries import FAILURES, ITEM_PATHS, Generation, ItemRef, Service
 from kinlens.service.galleries.registry import Served
@@ -58,7 +58,7 @@ for _path, _by, _item in ITEM_PATHS:
 
         404: the item was removed, its file is missing or has changed since indexing, or it cannot
         be converted. 503: the file cannot be read, or decoding took too much time or memory; it is
-        then not repeated for 30 seconds.
+        then not repeated for 30 seconds; or the store of the images does not answer.
         """
         async with runtime.registry.find(name) as served:
             gallery = served.gallery
@@ -89,7 +89,7 @@ async def _image(
     subject = f"Image {item.id} of gallery {served.name}"
 
     async def read() -> bytes:
-        of_file = partial(original, served, item)
+        of_file = partial(original, runtime, served, item)
         return await runtime.read("the image", of_file, "image", subject=subject)
 
     if size is None and is_shown(item.format):
@@ -102,14 +102,17 @@ async def _image(
     return await runtime.renditions.get(key, read, size), "image/jpeg"
 
 
-def original(served: Served, item: Item) -> bytes:
+def original(runtime: Runtime, served: Served, item: Item) -> bytes:
     """The original file of an item: as published, as uploaded, or as indexed.
 
-    Raises: ItemNotFoundError, GalleryError.
+    Raises: ItemNotFoundError, GalleryError; UnreachableError if its store does not answer.
     """
     if served.follows is not None and served.uploads is not None:
         with contextlib.suppress(errors.ItemNotFoundError):  # it was published without images
             return served.uploads.read(item.sha256)
+    root = served.gallery.image_root
+    if item.path and isinstance(root, ImageAddress):
+        return runtime.image_stores.read(root, item)
     if item.path or served.uploads is None:
-        return item_bytes(served.gallery.image_root, item)
+        return item_bytes(root, item)
     return served.uploads.read(item.sha256)

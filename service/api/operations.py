@@ -235,6 +235,7 @@ async def ready(
         redis=runtime.cache.remote_state,
         redis_fault=None if runtime.redis is None or binding.is_bound else runtime.redis.fault,
         checks=checks,
+        notes=health.notes(binding),
         last_error=None if binding.is_bound else health.last_error,
     )
     return JSONResponse(content.model_dump(), 200 if is_ready else 503)

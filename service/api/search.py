@@ -318,7 +318,7 @@ async def _explained(
 
         def read() -> tuple[str, bytes]:
             item = served.gallery.item(ref.id)
-            return item.key, original(served, item)
+            return item.key, original(runtime, served, item)
 
         key, image = await runtime.read("the image", read, served=served)
         limit_s = runtime.settings.request_timeout_ms / 1e3

@@ -26,6 +26,7 @@ from kinlens.service.encoding.model import Backend
 from kinlens.service.encoding.sandbox import absences, holding
 from kinlens.service.galleries.bundles import Bundles
 from kinlens.service.galleries.locations import GalleryLocation, Locations, open_gallery
+from kinlens.service.galleries.remote import ImageStores
 from kinlens.service.http.server import listen
 from kinlens.service.runtime import missing_image_roots, open_redis
 from kinlens.service.settings import ANY_HOST, Settings
@@ -144,6 +145,8 @@ def _gallery(location: GalleryLocation, settings: Settings, bundles: Bundles) ->
         text += f"; on the page: {describe_use(names, settings.product_url)}"
         # Managed galleries store their own images.
         missing = [] if location.managed else missing_image_roots({location.name: gallery})
+        if fault := ImageStores(None, settings.pictures_timeout_ms / 1e3).check(gallery):
+            missing = [f"The images at {gallery.image_root} cannot be read now: {fault}."]
     if missing:
         raise UserWarning(f"{text}. {missing[0]}")
     return text

@@ -21,7 +21,7 @@ from kinlens.indexer.gallery import Gallery as IndexedGallery
 from kinlens.indexer.types import GALLERY_NAME, MILVUS, OnCall, milvus_address, unobserved
 from kinlens.service.galleries.uploads import SharedUploads
 from kinlens.service.galleries.view import GalleryView
-from kinlens.service.settings import Settings, is_followed, split_gallery, split_named
+from kinlens.service.settings import Settings, is_followed, split_named
 
 _NO_GALLERIES: dict[str, tuple[str, ...]] = {"galleries": (), "image_roots": (), "pictures": ()}
 
@@ -54,7 +54,7 @@ class GalleryLocation:
     path: Path | None
     managed: bool = False
     generation: str | None = None
-    image_root: Path | None = None
+    image_root: str | None = None
     address: str = ""
     uploads: SharedUploads | None = None
     follows: str | None = None
@@ -85,7 +85,7 @@ class Locations:
         if given is not None:
             settings = settings.model_copy(update=_NO_GALLERIES)
         self._managed = None if settings.state is None else managed_folder(settings.state)
-        self._roots = dict(split_gallery(entry) for entry in settings.image_roots)
+        self._roots = dict(map(split_named, settings.image_roots))
         self._named = {
             name: GalleryLocation(name, getattr(gallery, "path", None), given=gallery)
             for name, gallery in (given or {}).items()

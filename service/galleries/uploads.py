@@ -11,7 +11,6 @@ import os
 import re
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures import wait
 from functools import partial
 from pathlib import Path
@@ -366,13 +365,11 @@ class SharedUploads:
 
     def _call(self, what: str, work: Callable[P, T], *given: P.args, **options: P.kwargs) -> T:
         """Run `work` in another thread, since not every store client has a timeout of its own."""
-        call = self._threads.submit(lambda: work(*given, **options))
         try:
-            return call.result(self._limit_s)
+            return self._threads.call(lambda: work(*given, **options), self._limit_s)
         except FileNotFoundError:
             raise
-        except FutureTimeoutError:
-            call.cancel()
+        except TimeoutError:
             raise self._failure(
                 what, f"that took longer than {self._limit_s:g} s, which is the limit"
             ) from None

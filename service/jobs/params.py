@@ -197,9 +197,9 @@ class Plan(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     gallery: Path
-    image_root: Path | None = None
+    image_root: str | None = None
     other: Path | None = None
-    other_root: Path | None = None
+    other_root: str | None = None
     folder: Path | None = None
     bundle: Path | None = None
     old_bundle: Path | None = None

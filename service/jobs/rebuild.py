@@ -22,7 +22,7 @@ from kinlens.embedder.session import OnnxEmbedder, fitted
 from kinlens.embedder.sources.tables import class_in
 from kinlens.indexer.galleries import KEEP_REMOVED_S, copy_bytes, current_manifest
 from kinlens.indexer.gallery import Gallery
-from kinlens.indexer.images import ANY_SIZE, read_image
+from kinlens.indexer.images import ANY_SIZE, image_root_of, read_image
 from kinlens.indexer.ingest.rebuild import (
     CatchUp,
     ReadImage,
@@ -122,7 +122,8 @@ class Context:
 
     def read_image(self) -> ReadImage:
         """A function that reads the image of an item from the image root or the uploads."""
-        root = self.plan.image_root or Path(current_manifest(self.plan.gallery).source_root)
+        recorded = current_manifest(self.plan.gallery).source_root
+        root = image_root_of(self.plan.image_root or recorded)
         uploads = UploadFolder(self.plan.gallery)
 
         def read(item: Item | Record) -> bytes:
@@ -219,7 +220,7 @@ def _swap_gallery(context: Context, other: Path) -> None:
         manifest = adopt(
             plan.gallery,
             other,
-            image_root="" if root == Path() else root,
+            image_root="" if root == Path() else str(root),
             before_lock=lambda _: own.import_from(others.root),
             under_lock=lambda _: context.commit(),
             on_progress=context.progress("publish", 0.0, 0.99, copy_bytes(other)),

@@ -18,13 +18,14 @@ from kinlens.commands.__main__ import app
 from kinlens.embedder.engines.models import SessionSettings
 from kinlens.embedder.errors import KinlensError, SourceError
 from kinlens.embedder.session import OnnxEmbedder
-from kinlens.indexer.exchange.objects import files_at
+from kinlens.indexer.addresses import files_at
 from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.images import image_root_of, read_image
 from kinlens.indexer.ingest import parts
 from kinlens.indexer.ingest.embed import EmbedSettings
-from kinlens.indexer.ingest.parts import Part, SourceAt, begun_shards, embed_part, remote_source
-from kinlens.indexer.ingest.shards import ShardsManifest, VectorShards, reader_at
-from kinlens.indexer.ingest.sources import Record, Source, folder_source
+from kinlens.indexer.ingest.parts import Part, SourceAt, begun_shards, embed_part
+from kinlens.indexer.ingest.shards import ShardsManifest, VectorShards
+from kinlens.indexer.ingest.sources import Record, Source, csv_source, folder_source, source_at
 from kinlens.indexer.types import Entry
 from tests.indexer.conftest import failure, printed
 from tests.indexer.oracle import contents
@@ -191,7 +192,7 @@ def embed_all(tiny_bundle) -> Callable[[Source, str], list[int]]:
     """A function that embeds a whole source into shards at an address."""
 
     def make(source: Source, out: str) -> list[int]:
-        given = SourceAt(source.description, source.address, lambda: source)
+        given = SourceAt(source.description, str(source.root), lambda: source)
         shards = begun_shards(given, tiny_bundle.path, SessionSettings(), out)
         embedder = OnnxEmbedder.open(tiny_bundle, SessionSettings())
         return [*embed_part(shards, Part(1, 1), embedder, EmbedSettings(workers=1))]
@@ -204,7 +205,7 @@ def test_an_object_store_is_read_and_written(shop, embed_all, plain) -> None:
     for file in shop.rglob("*.png"):
         files.pipe_file(f"/shop/{file.relative_to(shop)}", file.read_bytes())
     files.pipe_file("/shop/.hidden/a.png", b"hidden")
-    source = remote_source("memory://shop")
+    source = source_at("memory://shop")
     assert source.count == COUNT + 1
     assert embed_all(source, "memory://out") == [COUNT + 1]
     mine = VectorShards("memory://out")
@@ -215,7 +216,7 @@ def test_an_object_store_is_read_and_written(shop, embed_all, plain) -> None:
 
 
 def test_the_paths_of_a_list_may_start_from_an_address(shop, embed_all, run, tmp_path) -> None:
-    source = remote_source(f"file://{shop}", shop / "list.csv")
+    source = csv_source(shop / "list.csv", f"file://{shop}")
     embed_all(source, str(tmp_path / "v"))
     printed(run("build", "--vectors", tmp_path / "v", "--out", tmp_path / "g", "--json"))
     items = items_of(tmp_path / "g")
@@ -227,10 +228,10 @@ def test_the_paths_of_a_list_may_start_from_an_address(shop, embed_all, run, tmp
 def test_a_disk_or_network_that_fails_leaves_the_shard_to_be_made(
     shop, embed_all, tmp_path, monkeypatch
 ) -> None:
-    def fail(record: Record, max_bytes: int) -> bytes:
+    def fail(*_: object) -> bytes:
         raise ConnectionError("no route")
 
-    monkeypatch.setattr(parts, "reader_at", lambda root: fail)
+    monkeypatch.setattr(parts, "read_image", fail)
     with pytest.raises(KinlensError, match=r"0000\.png cannot be read.*run the same command"):
         embed_all(folder_source(shop), str(tmp_path / "v"))
     assert VectorShards(str(tmp_path / "v")).missing() == [0]
@@ -240,9 +241,8 @@ def test_a_link_that_leads_out_of_a_local_address_is_left_out(shop, tmp_path) ->
     (tmp_path / "secret.png").write_bytes(encoded(photo(1)))
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "x.png").symlink_to(tmp_path / "secret.png")
-    read = reader_at(f"file://{tmp_path}/in")
     with pytest.raises(SourceError):
-        read(Record("x.png", "x.png"), 10**6)
+        read_image(image_root_of(f"file://{tmp_path}/in"), "x.png", 10**6)
 
 
 def test_shards_are_begun_whole_or_not_at_all(tmp_path) -> None:

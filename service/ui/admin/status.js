@@ -82,7 +82,7 @@ function modelBox({ bundle_id: id, dim, provider, thresholds, created_at: create
     ["Gallery created", moment(created)],
   ];
   const found = box("Model", "status-model", facts(pairs));
-  if (isMissing) found.append(note("The image folder is missing: items are found, but their images are not shown.", "attention"));
+  if (isMissing) found.append(note("The images cannot be read: their folder is missing, or their store does not answer. Items are found, but their images are not shown.", "attention"));
   if (thresholds.length > 0) found.append(scoresTable(thresholds));
   return found;
 }

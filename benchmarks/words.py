@@ -11,6 +11,8 @@ Fifths of the photos, and of the products, are held out in turn, as by `kinlens-
 A cell has mAP (chance), the share of right first items, and how far mAP is from chance on the way
 to 100, with the lower end of its interval. "values alone" is taught without words that texts share
 and without pairs; "ten photos" searches with the mean of ten photos that were not held out.
+
+Then photos of drawn products are searched together with a colour that they do not have.
 """
 
 import json
@@ -24,7 +26,8 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
-from harness import grocery_photos, heading, kinlens, options, row, shared_folder, skip
+from harness import columns, grocery_photos, heading, kinlens, options, row, shared_folder, skip
+from scipy.io import loadmat
 
 from kinlens.embedder.manifest import TextTower
 from kinlens.embedder.session import OnnxEmbedder
@@ -34,7 +37,7 @@ from kinlens.training.config.job import load_job
 from kinlens.training.data.load import load_split
 from kinlens.training.words.catalogue import Catalogue, read_catalogue
 from kinlens.training.words.graph import write_tower
-from kinlens.training.words.heldout import hold_out
+from kinlens.training.words.heldout import average_precision, hold_out, random_precision
 from kinlens.training.words.taught import fit_map, ridge
 
 Rows = list[tuple[Path, dict[str, str]]]
@@ -50,7 +53,8 @@ FITS: dict[str, Any] = {
     "contrastive": fit_map,
 }
 KINDS = ("photos", "products", "titles")
-VIEWS, BAG_NUMBERS, EXAMPLES = 4, 512, 10
+VIEWS, BAG_NUMBERS, EXAMPLES, QUERIES = 4, 512, 10, 300
+WEIGHTS = (0.0, 0.5, 1.0, 2.0, 4.0)
 NAMES = (
     "teal", "burgundy", "yellow", "dark blue", "olive green", "red", "purple", "grey", "light blue",
     "beige", "pink", "white",
@@ -73,6 +77,7 @@ def main() -> None:
     if shared is None:
         skip("needs the images and weights of $KINLENS_SHARED")
     found: dict[str, dict[str, dict[str, Any]]] = {}
+    mixed: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         embedder = OnnxEmbedder.open(args.bundle or _trunk(shared, folder / "bundle"))
@@ -81,7 +86,10 @@ def main() -> None:
             encoders["MiniLM"] = minilm
         for source in args.sources:
             rows = SOURCES[source](shared, folder, args.products)
-            found[source] = contest(_photos(embedder, rows), encoders)
+            photos = _photos(embedder, rows)
+            found[source] = contest(photos, encoders)
+            if source == "drawn":
+                mixed = {name: mix(photos, encode) for name, encode in encoders.items()}
             if args.json is not None:
                 args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     for source, methods in found.items():
@@ -90,6 +98,9 @@ def main() -> None:
         for name, by_encoder in methods.items():
             for encoder, figures in by_encoder.items():
                 row(name, encoder, *(_cell(figures.get(kind)) for kind in KINDS))
+    if mixed:
+        print("\nphotos of drawn products with another colour, mAP")
+        columns(mixed)
 
 
 def _cell(figures: Mapping[str, float] | None) -> str:
@@ -122,6 +133,44 @@ def contest(photos: Sequence[Photo], encoders: Mapping[str, Encode]) -> dict[str
             print(f"{encoder}, {name}: {perf_counter() - started:.1f} s", file=sys.stderr)
     found["ten photos"] = {"": _dumped(hold_out(catalogue, numbers, examples))}
     return found
+
+
+def mix(photos: Sequence[Photo], encode: Encode) -> dict[str, float]:
+    """mAP of photos of new products with a colour that they do not have, by the weight of the text.
+
+    Half of the products are taught. Right answers have the shape of the photo and the colour of the
+    text. "text alone" searches with the colour and the shape.
+    """
+    rng = np.random.default_rng(0)
+    products = rng.permutation(sorted({photo.attributes["product"] for photo in photos})).tolist()
+    taught = set(products[: len(products) // 2])
+    catalogue = read_catalogue([p for p in photos if p.attributes["product"] in taught])
+    others = [photo for photo in photos if photo.attributes["product"] not in taught]
+    features = encode(catalogue.texts)
+    learnt = fit_map(catalogue, features)
+    mean = learnt(features[catalogue.written]).mean(axis=0)
+    vectors = np.array([photo.vector for photo in others])
+    shape = np.array([photo.attributes["shape"] for photo in others])
+    colour = np.array([photo.attributes["colour"] for photo in others])
+    colours = sorted(set(colour.tolist()))
+    texts = dict(zip(colours, learnt(encode(colours)), strict=True))
+    found: dict[str, list[float]] = {}
+    for number in rng.permutation(len(others))[:QUERIES].tolist():
+        wanted = str(rng.choice([each for each in colours if each != colour[number]]))
+        right = (shape == shape[number]) & (colour == wanted)
+        if not right.any():
+            continue
+        found.setdefault("chance", []).append(random_precision(int(right.sum()), len(right)))
+        kept = np.arange(len(others)) != number
+        queries = {
+            f"weight {weight:g}": vectors[number] + weight * (texts[wanted] - mean)
+            for weight in WEIGHTS
+        }
+        queries["text alone"] = learnt(encode([f"{wanted} {shape[number]}"]))[0]
+        for name, query in queries.items():
+            order = np.argsort(-(vectors[kept] @ query))
+            found.setdefault(name, []).append(average_precision(right[kept][order]))
+    return {name: 100 * float(np.mean(each)) for name, each in found.items()}
 
 
 def _dumped(figures: Mapping[Any, Any]) -> dict[str, Any]:
@@ -179,8 +228,10 @@ def groceries(shared: Path, _folder: Path, _products: int) -> Rows:
 def cars(shared: Path, _folder: Path, _products: int) -> Rows:
     root = shared / "data/cars196-half"
     split = load_split(load_job("cars196-half", [f"data.root={root}"]).data)
+    annotations = loadmat(root / "cars_annos.mat", variable_names="class_names", squeeze_me=True)
+    names = [str(name) for name in annotations["class_names"]]
     return [
-        (root / path, {"product": part.class_names[number]})
+        (root / path, {"product": names[int(part.class_names[number]) - 1]})
         for part in split.parts.values()
         for path, number in zip(part.paths, part.labels.tolist(), strict=True)
     ]

@@ -245,8 +245,8 @@ class TextTower(_Frozen):
         parity: of the ONNX file with the network that it was exported from, in several batches.
         held_out: for "taught", by what was held out: "photos" of products that it was fitted on,
             "products" that share a text with others, or "titles" that it was not fitted on.
-        image_mean, text_mean: the mean vector (D,) of images and of texts, which are subtracted
-            before images and texts are added.
+        mean: the mean vector (D,) of texts, which is subtracted before texts are added to images;
+            empty if it is not known.
     """
 
     kind: Literal["native", "taught"]
@@ -262,8 +262,7 @@ class TextTower(_Frozen):
     held_out: dict[Literal["photos", "products", "titles"], WordsFound] = Field(
         default_factory=dict
     )
-    image_mean: tuple[float, ...] = ()
-    text_mean: tuple[float, ...] = ()
+    mean: tuple[float, ...] = ()
 
 
 class GoldenHashes(_Frozen):

@@ -50,8 +50,7 @@ class TextEncoder:
         self.tower = tower
         self.dim = dim
         self._name = name
-        means = tower.image_mean or (0.0,), tower.text_mean or (0.0,)
-        self._image_mean, self._text_mean = (np.array(mean, np.float32) for mean in means)
+        self._mean = np.array(tower.mean or 0, np.float32)
         self._tokenizer = open_tokenizer(tokenizer, tower.context)
         self._session = create_session(model, SessionSettings())
         self._inputs = [str(each.name) for each in self._session.get_inputs()]
@@ -99,13 +98,11 @@ class TextEncoder:
     ) -> Embeddings:
         r"""Queries of images (Q, D) moved by texts (M, D), or of texts alone, (1, D); unit norm.
 
-        .. math:: q = x + \lVert x - \mu_x \rVert \sum_m w_m \,
-            \frac{t_m - \mu_t}{\lVert t_m - \mu_t \rVert}
+        .. math:: q = x + \sum_m w_m \, (t_m - \mu)
 
-        The means :math:`\mu` of images and of texts are those of the tower. A text is a step away
-        from the mean text, as long as the way of the image from the mean image. So a text of
-        weight 0 changes nothing, and one of weight 1 counts as much as what is special in the
-        image. Without images only the steps are added.
+        The mean text :math:`\mu` of the tower is subtracted, because it is the same for every
+        query: texts of some models all have one part in common. A text of weight 0 changes
+        nothing. Without images the sum is the query.
 
         Args:
             weights: of the texts; below 0 for what the results must not be like.
@@ -116,13 +113,8 @@ class TextEncoder:
             raise InvalidParameterError(
                 "No text has a weight above 0, and there is no image. Name what to search for."
             )
-        steps = texts - self._text_mean
-        steps /= np.maximum(np.linalg.norm(steps, axis=1, keepdims=True), _CANCELLED)
-        moved = np.asarray(weights, np.float32)[None] @ steps  # (1, D)
-        queries: Embeddings = moved
-        if images is not None:
-            lengths = np.linalg.norm(images - self._image_mean, axis=1, keepdims=True)
-            queries = images + lengths * moved
+        moved = np.asarray(weights, np.float32)[None] @ (texts - self._mean)  # (1, D)
+        queries: Embeddings = moved if images is None else images + moved
         norms = np.linalg.norm(queries, axis=1, keepdims=True)
         if norms.min() < _CANCELLED:
             raise InvalidParameterError(

@@ -115,7 +115,7 @@ def test_taught_words_find_new_products_and_new_titles(
     taught = teach(tiny_bundle, shop(), *files, tmp_path / "out", licence="MIT")
     tower = taught.bundle.manifest.text
     assert tower is not None
-    assert (tower.kind, tower.licence, len(tower.image_mean)) == ("taught", "MIT", TINY_DIM)
+    assert (tower.kind, tower.licence, len(tower.mean)) == ("taught", "MIT", TINY_DIM)
     assert tower.held_out.keys() == {"photos", "products", "titles"}
     for kind in ("products", "titles"):
         assert tower.held_out[kind].gain_low > 20, tower.held_out

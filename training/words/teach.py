@@ -81,8 +81,7 @@ def teach(
         tower = tower.model_copy(
             update={
                 "held_out": found,
-                "image_mean": _mean(catalogue.vectors),
-                "text_mean": _mean(learnt(features[catalogue.written])),
+                "mean": _mean(learnt(features[catalogue.written])),
             }
         )
         written = attach_tower(

@@ -37,6 +37,7 @@ class Hit:
     key: str
     score: float
     attributes: Mapping[str, AttributeValue] = field(default_factory=dict)
+    has_image: bool = True
 
 
 def first_numbers(vectors: Embeddings, n: int) -> Embeddings:

@@ -58,12 +58,13 @@ def open_remote(
 
 
 def stored_contents(folder: Path | str, sha256s: Sequence[str]) -> set[str]:
-    """The given contents that the gallery in `folder` has or can restore; the index is not opened.
+    """The given contents of which an item of the gallery in `folder`, or one that it can restore,
+    has the image; the index is not opened.
 
     Raises: GalleryNotFoundError, GalleryCorruptError.
     """
     with catalog_view(GalleryFolder(folder).current() / CATALOG) as view:
-        return {*view.content(sha256s), *view.removed_contents(sha256s)}
+        return view.kept_contents(sha256s)
 
 
 def current_generation(folder: Path | str) -> str | None:

@@ -121,6 +121,15 @@ class Entry:
             object.__setattr__(self, "sha256", hashlib.sha256(content).hexdigest())
 
 
+NO_IMAGE = "none"
+"""The format of an item whose image was embedded and not kept."""
+
+
+def has_image(path: str, format_: str) -> bool:
+    """Whether an item has an image: at a path below the image root, or uploaded."""
+    return bool(path) or format_ not in ("", NO_IMAGE)
+
+
 @dataclass(frozen=True, slots=True)
 class Item:
     """A stored item; `path` is relative to the image root of its gallery."""
@@ -131,6 +140,11 @@ class Item:
     sha256: str
     attributes: Mapping[str, AttributeValue]
     format: str
+
+    @property
+    def has_image(self) -> bool:
+        """Whether it has an image, and not only a vector."""
+        return has_image(self.path, self.format)
 
 
 MAX_COUNTED_VALUES = 50

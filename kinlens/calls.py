@@ -274,16 +274,20 @@ def batch_json(queries: Sequence[Query]) -> dict[str, Any]:
     return {"queries": searches}
 
 
-def put_bodies(items: Iterable[NewItem], count: int) -> Iterator[tuple[list[str], dict[str, Any]]]:
+def put_bodies(
+    items: Iterable[NewItem], count: int, keep: bool = True
+) -> Iterator[tuple[list[str], dict[str, Any]]]:
     """Keys and bodies of puts with up to `count` items and 32 MiB each; a larger item has its own.
     Images are sent as a form, and are read just before it is yielded; vectors are sent as JSON.
+    Without `keep`, the service does not store the images.
 
     Raises: ImageReadError, ArgumentError.
     """
     if count < 1:
         raise ArgumentError(f"per_request = {count} is outside its range; use 1 or more.")
+    whole = [] if keep else [_field("keep", "false")]
     keys: list[str] = []
-    parts: list[Part] = []
+    parts: list[Part] = [*whole]
     vectors: list[dict[str, Any]] = []
     size = 0
     for item in items:
@@ -303,10 +307,10 @@ def put_bodies(items: Iterable[NewItem], count: int) -> Iterator[tuple[list[str]
             entries = [{"key": item.key, "vector": content, "attributes": given}]
         texts = 4 * (len(item.key) + len(attributes))  # UTF-8 uses up to 4 bytes per character
         added = len(content) + texts + 3 * _PART_BYTES
-        is_other = bool(vectors if more else parts)
+        is_other = bool(vectors) == bool(more)
         if keys and (is_other or len(keys) == count or size + added > _MAX_BYTES):
             yield keys, {"json": {"items": vectors}} if vectors else {"parts": parts}
-            keys, parts, vectors, size = [], [], [], 0
+            keys, parts, vectors, size = [], [*whole], [], 0
         keys.append(item.key)
         parts += more
         vectors += entries

@@ -400,14 +400,16 @@ class AsyncClient(_BaseClient):
         attributes: Attributes | None = None,
         *,
         vector: Vector | None = None,
+        keep: bool = True,
     ) -> api.PutAnswer:
         """Add an item, or replace the item with this key.
 
         `attributes` replace the stored ones; None keeps them and {} clears them. With a `vector` of
-        norm 1 in place of the image, from the bundle of the gallery, the item has no image.
+        norm 1 in place of the image, from the bundle of the gallery, the item has no image. Without
+        `keep`, the service stores the vector of the image and not the image.
         """
         item = NewItem(key, image, attributes, vector)
-        _, body = await self._read_files(next, calls.put_bodies([item], 1))
+        _, body = await self._read_files(next, calls.put_bodies([item], 1, keep))
         return await self._send(api.PutAnswer, "PUT", "galleries", gallery, "items", **body)
 
     async def put_many(
@@ -417,6 +419,7 @@ class AsyncClient(_BaseClient):
         on_progress: Callable[[int, api.PutAnswer], None] | None = None,
         *,
         per_request: int = calls.MAX_ITEMS,
+        keep: bool = True,
     ) -> api.PutAnswer:
         """Add or replace any number of items, in several requests.
 
@@ -428,6 +431,7 @@ class AsyncClient(_BaseClient):
                 answer to the request. These items are stored.
             per_request: the maximum number of items in a request, which has at most 32 MiB. Lower
                 it if the service takes fewer in one request.
+            keep: store the images, and not only their vectors.
 
         Returns: one result per item. A bad image only fails its own item.
 
@@ -436,7 +440,7 @@ class AsyncClient(_BaseClient):
         """
         answers: list[api.PutAnswer] = []
         done, version = 0, ""
-        bodies = calls.put_bodies(items, per_request)
+        bodies = calls.put_bodies(items, per_request, keep)
         while made := await self._read_files(next, bodies, None):
             keys, body = made
             try:

@@ -57,6 +57,24 @@ class ViewModel(BaseModel):
 _VIEW = Field(description="With combine=best: the best matching image and crop of the query.")
 
 
+HasImage = Annotated[
+    bool,
+    Field(
+        description="Whether the item has an image; false if only its vector was stored. Omitted "
+        "if true.",
+        exclude_if=lambda value: value,
+    ),
+]
+ImageUrl = Annotated[
+    str | None,
+    Field(
+        description="Address of the image of an item without one of its own, by KINLENS_IMAGE_URL. "
+        "Omitted without.",
+        exclude_if=lambda value: value is None,
+    ),
+]
+
+
 class HitModel(BaseModel):
     """An item of the gallery and its cosine similarity to the query."""
 
@@ -83,6 +101,8 @@ class HitModel(BaseModel):
             "unchanged."
         ),
     ]
+    has_image: HasImage = True
+    image_url: ImageUrl = None
     view: Annotated[ViewModel | None, _VIEW] = None
 
 
@@ -396,6 +416,8 @@ class ItemModel(BaseModel):
     attributes: dict[str, AttributeValue]
     sha256: str
     image: str
+    has_image: HasImage = True
+    image_url: ImageUrl = None
 
 
 class ItemVector(BaseModel):

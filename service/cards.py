@@ -1,7 +1,10 @@
-"""What the search page makes of the attributes of an item: title, price, link to the shop."""
+"""What the search page makes of the attributes of an item: title, price, links to the shop."""
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from urllib.parse import quote
+
+from kinlens.values import AttributeValue
 
 TITLES = ("title", "name", "product", "product_name")
 """The first of these that is a text is the title. `ui/search/cards.js` has the same names."""
@@ -12,6 +15,7 @@ EARLY = ("price", "sizes", "size", "stock")
 BADGE = "badge"
 _CURRENCY = "currency"
 _NAME = re.compile(r"\{([^{}]+)\}")
+_ORIGIN = re.compile(r"(?i)(https?://(?:\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::\d{1,5})?)/")
 _EXAMPLE = "https://shop.example/p/{product}"
 
 
@@ -28,6 +32,41 @@ def check_product_url(text: str) -> None:
             f"{text!r} is not the address of a product; begin with https://, http:// or / and put "
             f"each attribute in braces, such as {_EXAMPLE}"
         )
+
+
+def check_image_url(text: str) -> None:
+    """Raises: ValueError if it is neither empty, nor the name of an attribute, nor a template of a
+    web address.
+    """
+    check_product_url(text)
+    if _NAME.search(text) and origin_of(text) is None:
+        raise ValueError(
+            f"{text!r} is not the address of an image; begin with https:// or http:// and a host, "
+            "such as https://cdn.example/{key}.jpg"
+        )
+
+
+def image_address(image_url: str, key: str, attributes: Mapping[str, AttributeValue]) -> str | None:
+    """The address of the image of an item elsewhere: in the attribute `image_url`, or the template
+    `image_url` with the key and attributes of the item. None if it has no such address.
+    """
+    if not image_url:
+        return None
+    values = {"key": key, **attributes}
+    if not _NAME.search(image_url):
+        address = attributes.get(image_url)
+        is_address = isinstance(address, str) and re.match(r"(?i)https?://[^/\s]", address)
+        return str(address) if is_address else None
+    parts = {name: values.get(name) for name in _NAME.findall(image_url)}
+    if any(part is None or part == "" or isinstance(part, list | tuple) for part in parts.values()):
+        return None
+    return _NAME.sub(lambda name: quote(str(parts[name[1]])), image_url)
+
+
+def origin_of(image_url: str) -> str | None:
+    """The web origin of a template; None for an attribute, whose addresses can be of any."""
+    found = _ORIGIN.match(image_url)
+    return None if found is None else found[1].lower()
 
 
 def attributes_in(product_url: str) -> list[str]:

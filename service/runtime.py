@@ -94,6 +94,7 @@ class Runtime:
             self.sampler,
             limit_s,
             settings.no_match_prior,
+            settings.image_url,
         )
         cache = (
             None if state is None else DiskCache(state / IMAGE_CACHE, settings.image_cache_bytes)

@@ -20,7 +20,7 @@ from kinlens.models import FeedbackMode, Scope
 from kinlens.quality.calibration import DEFAULT_PRIOR
 from kinlens.service.access.links import check_prefix
 from kinlens.service.access.rates import parse_rates
-from kinlens.service.cards import check_product_url
+from kinlens.service.cards import check_image_url, check_product_url, origin_of
 from kinlens.service.redis import check_url
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -141,6 +141,12 @@ def _check_origin(origin: str) -> None:
             f"{origin!r} is not a web origin; write for example https://shop.example, in "
             f"lowercase, without a path or trailing slash, or {ANY_HOST} for every site"
         )
+
+
+def _check_image_origin(origin: str) -> None:
+    if origin == ANY_HOST:
+        raise ValueError(f"{ANY_HOST!r} would let a page load from any site; name each web origin")
+    _check_origin(origin)
 
 
 def _check_host(host: str) -> None:
@@ -295,6 +301,15 @@ class Settings(BaseSettings):
     """Where a result on the search page leads: the name of an attribute that is a link, or an
     address with attributes in braces, such as `https://shop.example/p/{product}`; empty: nowhere.
     """
+    image_url: Annotated[str, _checked(check_image_url)] = ""
+    """Where the image of an item without one of its own is: the name of an attribute with its
+    address, or an address with attributes or the key in braces, such as
+    `https://cdn.example/{key}.jpg`; empty: nowhere.
+    """
+    image_origins: Annotated[Words, _each(_check_image_origin)] = ()
+    """Web origins from which the pages may show such images, separated by commas; that of an
+    address in `KINLENS_IMAGE_URL` is one.
+    """
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """The least important log events that are written."""
     otlp_endpoint: Annotated[HttpAddress | None, _EmptyIsNone] = None
@@ -441,6 +456,11 @@ class Settings(BaseSettings):
     def searched_on(self) -> Literal["cpu", "cuda"]:
         """The device for searches; by default the device of the model."""
         return self.index_device or self.device
+
+    def shown_origins(self) -> tuple[str, ...]:
+        """The web origins from which pages may show images."""
+        own = origin_of(self.image_url)
+        return tuple(dict.fromkeys([*([own] if own else []), *self.image_origins]))
 
     def waiting_files(self) -> int:
         """Number of reads of files that may be queued: a page of results requests many images at

@@ -26,7 +26,7 @@ from kinlens.indexer.catalog.schema import (
     row_checksum,
 )
 from kinlens.indexer.catalog.vectors import VectorFile
-from kinlens.indexer.types import Ids, Item, find_sorted
+from kinlens.indexer.types import NO_IMAGE, Ids, Item, find_sorted, has_image
 from kinlens.values import AttributeValue, plain_attributes
 
 # Always reads complete rows with their crc: values from a covering index would not be verified.
@@ -38,6 +38,10 @@ SELECT json_group_array(json_array(id, key, path, hex(sha256), format, attribute
 _ITEMS = f"{_ITEM} WHERE id IN (SELECT value FROM json_each(?))"  # noqa: S608 (two constants)
 _BY_KEY = f"{_ITEM} WHERE key IN (SELECT value FROM json_each(?))"  # noqa: S608
 _BY_CONTENT = f"{_ITEM} WHERE sha256 = ? ORDER BY id LIMIT 1"
+_KEPT = """
+SELECT 1 FROM living WHERE sha256 = ? AND format != ?
+UNION ALL SELECT 1 FROM removed WHERE sha256 = ? AND at IS NOT NULL AND format != ? LIMIT 1
+"""
 _VECTORS = "SELECT id, vectors.crc, vector FROM living JOIN vectors USING (id)"
 _RESTORABLE = f"""
 SELECT {_COLUMNS} FROM removed WHERE id IN (
@@ -113,8 +117,8 @@ class State(NamedTuple):
 
 Attributes = Mapping[str, AttributeValue]
 
-Row = tuple[str, Attributes, bytes]
-"""The columns of an item that a search needs: key, attributes, sha256."""
+Row = tuple[str, Attributes, bytes, bool]
+"""What a search needs of an item: key, attributes, sha256, and whether it has an image."""
 
 
 class CatalogView:
@@ -167,7 +171,10 @@ class CatalogView:
         if not rows or at != seq:
             return None
         attributes = self._attributes_of(rows)
-        return {row[0]: (row[1], own, row[3]) for row, own in zip(rows, attributes, strict=True)}
+        return {
+            row[0]: (row[1], own, row[3], has_image(row[2], row[4]))
+            for row, own in zip(rows, attributes, strict=True)
+        }
 
     def known(self, ids: Sequence[ItemId] | Ids) -> list[Item]:
         """The items with these ids, in this order.
@@ -295,10 +302,11 @@ class CatalogView:
         last = self._all("SELECT id FROM removed WHERE at >= 0 ORDER BY at DESC, id DESC LIMIT 1")
         return len(self._with_vectors(np.array(last, np.int64).reshape(-1))) > 0
 
-    def removed_contents(self, sha256s: Sequence[str]) -> set[str]:
-        """The given contents that belong to a removed item that can be restored."""
-        select = "SELECT 1 FROM removed WHERE sha256 = ? AND at IS NOT NULL LIMIT 1"
-        return {one for one in sha256s if self._all(select, bytes.fromhex(one))}
+    def kept_contents(self, sha256s: Sequence[str]) -> set[str]:
+        """The given contents that belong to an item with an image, or to a removed one that can be
+        restored.
+        """
+        return {one for one in sha256s if self._all(_KEPT, *[bytes.fromhex(one), NO_IMAGE] * 2)}
 
     def changed_since(self, seq: int) -> Ids:
         """The ids of items added or changed after the write `seq`, ascending."""

@@ -74,6 +74,7 @@ from kinlens.indexer.live.ranking import (
 from kinlens.indexer.live.reader import MAX_SORTED, check_sorted
 from kinlens.indexer.live.rerank import in_order, reorder_of
 from kinlens.indexer.types import (
+    NO_IMAGE,
     AttributeFacts,
     Consistency,
     Entry,
@@ -87,6 +88,7 @@ from kinlens.indexer.types import (
     SortBy,
     VectorStore,
     Written,
+    has_image,
     no_item,
     unobserved,
 )
@@ -316,9 +318,14 @@ class MilvusStore(VectorStore):
         return by_key(keys, {row["key"]: item_of(row) for row in found})
 
     def contents(self, sha256s: Sequence[str]) -> set[str]:
-        # Always with consistency "Strong": unused images are deleted.
         found = self._now().strong().lookup("sha256", sha256s, ["sha256"])
         return {row["sha256"] for row in found}
+
+    def kept_contents(self, sha256s: Sequence[str]) -> set[str]:
+        """The given contents of which some item has the image."""
+        # Always with consistency "Strong": unused images are deleted.
+        found = self._now().strong().lookup("sha256", sha256s, ["sha256", "format"])
+        return {row["sha256"] for row in found if row["format"] != NO_IMAGE}
 
     def vectors_of_contents(self, sha256s: Sequence[str]) -> dict[str, NDArray[np.float32]]:
         found = self._now().lookup("sha256", sha256s, ["sha256", "vector"])
@@ -483,7 +490,8 @@ def _vectors(now: Collection, ids: Sequence[ItemId]) -> Embeddings:
 def _candidate(row: Row) -> Candidate:
     found, score = row["entity"], float(np.clip(row["distance"], -1, 1))
     number, attributes = int(found["number"]), dict(found["attributes"])
-    return Candidate(number, found["key"], score, attributes, found["sha256"])
+    pictured = has_image(found["path"], found["format"])
+    return Candidate(number, found["key"], score, attributes, found["sha256"], pictured)
 
 
 def _upsert_entries(

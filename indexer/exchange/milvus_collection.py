@@ -293,7 +293,7 @@ class Collection:
                 filter=condition,
                 anns_field="vector",
                 search_params={"metric_type": "IP", "params": parameters},
-                output_fields=["key", "number", "sha256", "attributes"],
+                output_fields=[*ITEM],
                 consistency_level=self.consistency,
             )
 

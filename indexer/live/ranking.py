@@ -52,6 +52,7 @@ class Candidate(NamedTuple):
     score: float
     attributes: Mapping[str, AttributeValue]
     sha256: str
+    has_image: bool
 
 
 VectorsOf = Callable[[Sequence[ItemId]], Embeddings]
@@ -262,7 +263,9 @@ def passes(score: float, min_score: float | None) -> bool:
 
 def hit(candidate: Candidate) -> Hit:
     """Convert a candidate to a hit."""
-    return Hit(candidate.id, candidate.key, candidate.score, candidate.attributes)
+    return Hit(
+        candidate.id, candidate.key, candidate.score, candidate.attributes, candidate.has_image
+    )
 
 
 class GroupSource(Protocol):

@@ -247,7 +247,9 @@ def _plain_hits(
     known = read(list(wanted)) if wanted else {}
     if known is None or len(known) < len(wanted):
         return None
-    return [[Hit(i, known[i][0], score, known[i][1]) for i, score in row] for row in shown]
+    return [
+        [Hit(i, known[i][0], score, known[i][1], known[i][3]) for i, score in row] for row in shown
+    ]
 
 
 def ids_of_keys(view: CatalogView, keys: Sequence[str]) -> list[ItemId]:
@@ -318,7 +320,7 @@ def _fetch(
         pools = []
         for best, own in zip(ids.tolist(), scores.tolist(), strict=True):
             candidates = [
-                Candidate(i, known[i][0], score, known[i][1], known[i][2].hex())
+                Candidate(i, known[i][0], score, known[i][1], known[i][2].hex(), known[i][3])
                 for i, score in zip(best, own, strict=True)
                 if i >= 0
             ]
@@ -355,7 +357,7 @@ def _rows(now: Reading, ids: Collection[ItemId], options: SearchOptions) -> dict
 
 def _check_fit(found: Mapping[ItemId, Row], where: Filter) -> None:
     """Check that items which passed the columns match the filter. Raises: GalleryCorruptError."""
-    for item_id, (_, attributes, _) in found.items():
+    for item_id, (_, attributes, *_) in found.items():
         if not where.matches(attributes):
             raise GalleryCorruptError(
                 f"The catalogue is damaged: item {item_id} is listed under attributes that it does "

@@ -51,6 +51,7 @@ from kinlens.service.api.galleries import (
     unknown_key,
 )
 from kinlens.service.api.requests import Strict, where_of
+from kinlens.service.cards import image_address
 from kinlens.service.encoding.vectors import numbers_of, vector_content
 from kinlens.service.galleries.items import NewItem
 from kinlens.service.galleries.locations import Gallery
@@ -152,9 +153,16 @@ _Filter = Annotated[
 ]
 
 
+_KEEP = (
+    "false: store the vector of each image and not the image, as if it was never sent. Answers "
+    "then have `has_image` = false for the item."
+)
+
+
 class PutItems(Strict):
     """Items to add; an item with the key of a stored item replaces it."""
 
+    keep: Annotated[bool, Field(description=_KEEP)] = True
     product: Annotated[str | None, Field(description=_OF_PRODUCT, min_length=1)] = None
     items: Annotated[list[NewItemModel], Field(fail_fast=True, min_length=1)]
 
@@ -225,6 +233,7 @@ _PUT_FORM = {
         "image": _parts({"format": "binary"}, "The image files, one for each item."),
         "key": _parts({}, "The key of each image, in order; may be omitted with product."),
         "product": {"type": "string", "description": _OF_PRODUCT},
+        "keep": {"type": "string", "enum": ["true", "false"], "description": _KEEP},
         "attributes": _parts(
             {},
             "A JSON object for each image, or null to keep the stored attributes; may be omitted.",
@@ -273,6 +282,7 @@ async def items(
     To read all items while others are added and removed, send the last id of a page as `after`.
     """
     fitting = await runtime.read("the filter", lambda: where_of(where), "filter") if where else None
+    image_url = runtime.settings.image_url
     async with runtime.registry.find(name) as served:
         gallery = served.gallery
 
@@ -289,7 +299,9 @@ async def items(
             return ItemPage(
                 total=page.total,
                 offset=offset,
-                items=[item_model(name, gallery, item, wanted_fields) for item in page.items],
+                items=[
+                    item_model(name, gallery, item, image_url, wanted_fields) for item in page.items
+                ],
                 last=page.last,
                 generation=gallery.generation,
                 **counts,
@@ -310,7 +322,13 @@ async def item(runtime: Service, name: str, item_id: ItemId, fields: Fields = No
         gallery = served.gallery
 
         def read() -> ItemModel:
-            return item_model(name, gallery, gallery.item(item_id), _fields(gallery, fields))
+            return item_model(
+                name,
+                gallery,
+                gallery.item(item_id),
+                runtime.settings.image_url,
+                _fields(gallery, fields),
+            )
 
         return await runtime.read("the item", read, served=served)
 
@@ -328,7 +346,9 @@ async def item_by_key(runtime: Service, name: str, key: Key, fields: Fields = No
         gallery, found = served.gallery, await stored_item(runtime, served, key)
 
         def read() -> ItemModel:
-            return item_model(name, gallery, found, _fields(gallery, fields))
+            return item_model(
+                name, gallery, found, runtime.settings.image_url, _fields(gallery, fields)
+            )
 
         return await runtime.read("the item", read, served=served)
 
@@ -466,7 +486,8 @@ async def restore(runtime: Service, name: str, request: Request) -> RestoreAnswe
     sent = await read_model(request, RestoreItems)
     restored, version = await runtime.items.restore(name, sent.keys)
     async with runtime.registry.find(name) as served:
-        items = [item_model(name, served.gallery, item) for item in restored]
+        image_url = runtime.settings.image_url
+        items = [item_model(name, served.gallery, item, image_url) for item in restored]
     note(request.scope["state"], affected=len(items))
     return RestoreAnswer(restored=len(items), items=items, version=version)
 
@@ -510,15 +531,23 @@ def _fields(gallery: Gallery, sent: str | None) -> Sequence[str] | None:
 
 
 def item_model(
-    name: str, gallery: Gallery, item: Item, fields: Sequence[str] | None = None
+    name: str,
+    gallery: Gallery,
+    item: Item,
+    image_url: str,
+    fields: Sequence[str] | None = None,
 ) -> ItemModel:
-    """The response model of an item of gallery `name`, with the attributes `fields` or all."""
+    """The response model of an item of gallery `name`, with the attributes `fields` or all;
+    `image_url` as in the settings.
+    """
     return ItemModel(
         id=item.id,
         key=item.key,
         attributes=dict(chosen(item.attributes, fields)),
         sha256=item.sha256,
         image=image_link(name, item.id, gallery.generation),
+        has_image=item.has_image,
+        image_url=None if item.has_image else image_address(image_url, item.key, item.attributes),
     )
 
 
@@ -536,14 +565,19 @@ async def _new_items(request: Request, runtime: Runtime) -> list[NewItem]:
 def _from_form(request: Request, body: bytes, limit: int) -> list[NewItem]:
     images, fields = requests.read_form(request, body)
     _check_count(len(images), limit)
-    named: dict[str, list[str]] = {"key": [], "attributes": [], "product": []}
+    named: dict[str, list[str]] = {"key": [], "attributes": [], "product": [], "keep": []}
     for name, text in fields:
         if name not in named:
             raise InvalidParameterError(
-                f"The form has a field {name[:_SHOWN]!r}; send image, key, attributes and product."
+                f"The form has a field {name[:_SHOWN]!r}; send image, key, attributes, product and "
+                "keep."
             )
         named[name].append(text)
-    keys, attributes, products = named.values()
+    keys, attributes, products, keep = named.values()
+    if keep not in ([], ["true"], ["false"]):
+        raise InvalidParameterError(
+            f"keep = {', '.join(keep)[:_SHOWN]!r} must be true or false, once for all images."
+        )
     if len(products) > 1 or "" in products:
         raise InvalidParameterError(
             f"The form has {len(products)} products, or an empty one; send one for all images."
@@ -559,7 +593,9 @@ def _from_form(request: Request, body: bytes, limit: int) -> list[NewItem]:
     keys = keys or [_key_in(product, image) for image in images]
     attributes = attributes or ["null"] * len(images)
     return [
-        _new_item(product, key, *_attributes_in(text, key), data=image)
+        _new_item(
+            product, key, *_attributes_in(text, key), data=image, keeps_image=keep != ["false"]
+        )
         for image, key, text in zip(images, keys, attributes, strict=True)
     ]
 
@@ -577,6 +613,7 @@ def _new_item(
     *,
     data: bytes = b"",
     vector: bytes = b"",
+    keeps_image: bool = True,
 ) -> NewItem:
     """An item of the product, if any; `sent` is None to keep the stored attributes."""
     attributes = dict(sent or {})
@@ -585,7 +622,15 @@ def _new_item(
             f"Item {key!r:.200} has the attribute product = {attributes['product']!r:.80}, but the "
             f"request has product = {product!r:.80}. Send one of them."
         )
-    return NewItem(key, data, attributes, fault, keeps=sent is None, vector=vector)
+    return NewItem(
+        key,
+        data,
+        attributes,
+        fault,
+        keeps=sent is None,
+        vector=vector,
+        keeps_image=keeps_image,
+    )
 
 
 def _attributes_in(text: str, key: str) -> tuple[Attributes | None, InvalidParameterError | None]:
@@ -609,10 +654,10 @@ def _from_json(_: Request, body: bytes, limit: int) -> list[NewItem]:
     if isinstance(payload.get("items"), list):
         _check_count(len(payload["items"]), limit)
     sent = checked(PutItems, payload)
-    return [_decoded(item, sent.product) for item in sent.items]
+    return [_decoded(item, sent.product, sent.keep) for item in sent.items]
 
 
-def _decoded(item: NewItemModel, product: str | None) -> NewItem:
+def _decoded(item: NewItemModel, product: str | None, keeps_image: bool) -> NewItem:
     key, data, vector, fault = item.key, b"", b"", None
     try:
         if (item.data is None) == (item.vector is None):
@@ -629,7 +674,9 @@ def _decoded(item: NewItemModel, product: str | None) -> NewItem:
         fault = InvalidParameterError("The item has no key; send a key, or a product for all.")
     if key is None:
         key = "" if fault else _key_in(product, data or vector)
-    return _new_item(product, key, item.attributes, fault, data=data, vector=vector)
+    return _new_item(
+        product, key, item.attributes, fault, data=data, vector=vector, keeps_image=keeps_image
+    )
 
 
 def _check_count(count: int, limit: int) -> None:

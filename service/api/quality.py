@@ -213,7 +213,7 @@ async def duplicates(
     gallery is listed in `crowds` instead: it is a placeholder image, or the score is too low. For
     galleries of more than 10,000 items, use the command line.
     """
-    over = CancelToken()
+    over, image_url = CancelToken(), runtime.settings.image_url
     async with runtime.registry.find(name) as served:
 
         def read() -> DuplicatesAnswer:
@@ -232,13 +232,15 @@ async def duplicates(
                 crowds=[
                     NearCrowd(
                         items=cluster.items,
-                        examples=[item_model(name, gallery, item) for item in cluster.examples],
+                        examples=[
+                            item_model(name, gallery, item, image_url) for item in cluster.examples
+                        ],
                         detail=cluster.detail,
                     )
                     for cluster in clusters_of(gallery, near)
                 ],
                 groups=[
-                    [_item(name, gallery, one) for one in group]
+                    [_item(name, gallery, one, image_url) for one in group]
                     for group in members_of(gallery, page)
                 ],
             )
@@ -334,7 +336,7 @@ def _comparable(served: Served) -> Gallery:
     return gallery
 
 
-def _item(name: str, gallery: Gallery, member: Member) -> NearItem:
+def _item(name: str, gallery: Gallery, member: Member, image_url: str) -> NearItem:
     judged = asdict(member)
     del judged["item"]
-    return NearItem(**item_model(name, gallery, member.item).model_dump(), **judged)
+    return NearItem(**item_model(name, gallery, member.item, image_url).model_dump(), **judged)

@@ -32,7 +32,7 @@ from kinlens.indexer.galleries import MilvusStore, Retypable, current_generation
 from kinlens.indexer.galleries import check_item as check_stored
 from kinlens.indexer.gallery import Gallery as IndexedGallery
 from kinlens.indexer.ingest.products import changes_by_key
-from kinlens.indexer.types import Entry, Item
+from kinlens.indexer.types import NO_IMAGE, Entry, Item
 from kinlens.models import ItemStatus, PatchAnswer, PutResult, RemoveAnswer
 from kinlens.service.concurrency import BoundedPool
 from kinlens.service.encoding.model import Model
@@ -62,7 +62,8 @@ class NewItem:
     stored.
 
     `vector` is a unit vector as little-endian float32; empty for an image. With `keeps`, attributes
-    of a stored item that `attributes` does not name are kept.
+    of a stored item that `attributes` does not name are kept. Without `keeps_image`, only the
+    vector of the image is stored.
     """
 
     key: str
@@ -71,6 +72,7 @@ class NewItem:
     error: KinlensError | None = None
     keeps: bool = False
     vector: bytes = field(default=b"", repr=False)
+    keeps_image: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "key", composed(self.key))
@@ -103,15 +105,17 @@ class Items:
     async def put(self, gallery: str, items: Sequence[NewItem]) -> tuple[Put, str]:
         """Store items; each can fail without the others.
 
-        Raises: StateMissingError if there are images, which this service cannot store;
+        Raises: StateMissingError if there are images to keep, which this service cannot store;
             DeltaFullError.
         """
 
         limit_s = -(-len(items) // _IMAGES_PER_LIMIT) * self.limit_s
 
         async def put(served: Served) -> tuple[Put, str]:
-            has_images = any(not item.vector and item.error is None for item in items)
-            uploads = self._upload_store(served) if has_images else None
+            stores = any(
+                item.keeps_image and not item.vector and item.error is None for item in items
+            )
+            uploads = self._upload_store(served) if stores else None
             run = partial(change, self.pool, served, limit_s=limit_s, bulk=True)
             drafts = await run(lambda: _drafts(served, items))
             deadline = time.monotonic() + limit_s
@@ -252,7 +256,9 @@ class _Draft:
     def entry(self, stored: Item | None) -> Entry:
         """The entry to store. An unchanged image keeps the path that it was indexed from."""
         assert self.vector is not None
-        path, kind = "", format_of(self.item.data) or ""
+        path, kind = "", NO_IMAGE
+        if self.item.keeps_image:
+            kind = format_of(self.item.data) or ""
         if stored is not None and stored.sha256 == self.sha256 and stored.path:
             path, kind = stored.path, stored.format
         item = self.item
@@ -337,9 +343,13 @@ def _store(
     images = {
         draft.sha256: draft.item.data
         for key, draft in good.items()
-        if not (entries[key].path or draft.item.vector)
+        if not (entries[key].path or draft.item.vector) and draft.item.keeps_image
     }
-    replaced = [item.sha256 for key, item in old.items() if item.sha256 != entries[key].sha256]
+    replaced = [
+        item.sha256
+        for key, item in old.items()
+        if item.sha256 != entries[key].sha256 or entries[key].format == NO_IMAGE
+    ]
     try:
         with uploads.storing(images) if uploads else contextlib.nullcontext():
             _add(served, good, entries)

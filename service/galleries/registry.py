@@ -177,8 +177,8 @@ class Served:
 
     def discard_uploads(self, sha256s: Sequence[str]) -> None:
         """Remove these images from a shared store if no item uses them; a folder is swept."""
-        if self.path is None and self._shared is not None:
-            self._shared.discard(sha256s, self.whole.contents)
+        if isinstance(self.whole, MilvusStore) and self._shared is not None:
+            self._shared.discard(sha256s, self.whole.kept_contents)
 
     def report_missing(self, item_id: ItemId, error: ImageMissingError) -> None:
         """Log a missing image file, since visitors only see a placeholder. A page can miss many, so

@@ -92,6 +92,9 @@ class Edge:
         is_set = settings.trusted_proxies or settings.prefix
         self._prefixing = self._addresses if is_set else Addresses(_THIS_MACHINE)
         headers = dict(SECURITY_HEADERS)
+        sources = " ".join(("img-src 'self'", *settings.shown_origins()))
+        policy = headers["Content-Security-Policy"].replace("img-src 'self'", sources)
+        headers["Content-Security-Policy"] = policy
         if settings.cors_origins:
             headers["Cross-Origin-Resource-Policy"] = "cross-origin"  # images on their pages
         self._headers = [(name.lower().encode(), text.encode()) for name, text in headers.items()]

@@ -77,7 +77,8 @@ class CancelToken:
 
 class Pipeline:
     """Answers queries in the galleries of `registry`, each within `limit_s` seconds. `prior` is the
-    prior probability that the product of a query is absent from the gallery.
+    prior probability that the product of a query is absent from the gallery, `image_url` as in the
+    settings.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Pipeline:
         sampler: "RecallSampler",
         limit_s: float,
         prior: float,
+        image_url: str = "",
     ) -> None:
         self._registry = registry
         self._search_threads = search_threads
@@ -97,6 +99,7 @@ class Pipeline:
         self._sampler = sampler
         self._limit_s = limit_s
         self._prior = prior
+        self._image_url = image_url
         self.in_flight = 0  # searches, and batches
 
     async def search(self, query: Query) -> Answer:
@@ -220,8 +223,9 @@ class Pipeline:
             before = time.perf_counter()
             with served.reading(), span("search"):
                 found = find(served, query, vectors, calibrated, self._prior, cancel_token)
+            by = _grouped_by(query)
             results = found.encoded(
-                served.name, gallery.generation, _grouped_by(query), query.fields
+                served.name, gallery.generation, by, query.fields, self._image_url
             )
             search_ms = (time.perf_counter() - before) * 1e3
             # If the version has changed, the results may be from a later version.
@@ -260,6 +264,8 @@ class Pipeline:
             digest += f":{hashlib.sha256(served.scope.encode()).hexdigest()}"
         if not isinstance(calibrated, str):  # the probabilities depend on the curve
             digest += f":{calibrated.product}:{hash(calibrated.curve):x}:{self._prior}"
+        if self._image_url:
+            digest += f":{hashlib.sha256(self._image_url.encode()).hexdigest()}"
         mode = model.embedder.mode
         return answer_key(model.bundle_id, mode, served.name, gallery.generation, digest)
 

@@ -23,6 +23,7 @@ from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.types import Boost, Facet, Group, Grouping, SearchOptions, SortBy, VectorStore
 from kinlens.quality.calibration import Shares
 from kinlens.service.access.links import link_parts
+from kinlens.service.cards import image_address
 from kinlens.service.encoding.model import Stages, View
 from kinlens.service.encoding.vectors import VectorView
 from kinlens.service.galleries.view import GalleryView
@@ -177,10 +178,16 @@ class Found:
     facets: Mapping[str, Facet] = field(default_factory=dict)
 
     def encoded(
-        self, gallery: str, generation: str, by: str, fields: Sequence[str] | None
+        self,
+        gallery: str,
+        generation: str,
+        by: str,
+        fields: Sequence[str] | None,
+        image_url: str = "",
     ) -> bytes:
         """The cacheable part of an answer as JSON bytes; groups have equal values of `by`, and hits
-        have only the attributes `fields`, unless that is None.
+        have only the attributes `fields`, unless that is None. `image_url` is where hits without an
+        image have one.
         """
         start, end = link_parts(gallery, generation)
         shares, views = self.shares, self.views
@@ -194,9 +201,14 @@ class Found:
                     "probability": None if shares is None else _floored(shares.of(hit), 4),
                     "attributes": chosen(hit.attributes, fields),
                     "image": f"{start}{hit.id}{end}",
+                    **({} if hit.has_image else elsewhere(hit)),
                 }
                 for hit in hits
             ]
+
+        def elsewhere(hit: Hit) -> dict[str, Any]:
+            address = image_address(image_url, hit.key, hit.attributes)
+            return {"has_image": False, **({"image_url": address} if address else {})}
 
         def grouped(group: Group) -> dict[str, Any]:
             return {

@@ -180,9 +180,10 @@
       return body;
     }
 
-    #card({ key, image, attributes }, template) {
+    #card({ key, image, image_url: elsewhere, attributes }, template) {
       const title = TITLES.map((name) => attributes[name]).find(isText) ?? key;
       const source = (size) => {
+        if (elsewhere) return elsewhere;
         const url = new URL(image, this.#service);
         url.searchParams.set("size", size);
         return url.href;

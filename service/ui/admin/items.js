@@ -11,7 +11,7 @@ import { Problem, listItems } from "../shared/api.js";
 import { announce, element, ui } from "../shared/dom.js";
 import { grouped, plural, someOf, valueText } from "../shared/format.js";
 import { emptyView, toHash } from "../shared/link.js";
-import { imageOf } from "../shared/images.js";
+import { imageOf, linkOf } from "../shared/images.js";
 
 const PAGE = 50;
 const selected = new Set();
@@ -56,7 +56,7 @@ function rowOf(item) {
   row.dataset.testid = "row";
   row.classList.toggle("selected", selected.has(item.key));
   const query = { kind: "item", id: item.id, key: item.key, gallery: state.name, crops: [] };
-  const link = element("a", { href: `./${toHash(emptyView(state.name), query)}`, className: "thumb" }, imageOf(item.image, ""));
+  const link = element("a", { href: `./${toHash(emptyView(state.name), query)}`, className: "thumb" }, imageOf(linkOf(item), ""));
   link.ariaLabel = `Search with ${item.key}`;
   row.append(
     element("td", { className: "col-pick" }, tick(item.key, row)),

@@ -53,8 +53,8 @@ export function viewText(query, { image, crop }) {
 
 const imagesOf = async (query, signal) => query.images ?? [query.image ?? (await fetchImage(query.link, signal))];
 
-export function itemQuery(gallery, { id, key, image, attributes }) {
-  return { kind: "item", id, key, name: key, gallery, link: image, preview: image, attributes, crops: [] };
+export function itemQuery(gallery, { id, key, image, image_url: elsewhere, attributes }) {
+  return { kind: "item", id, key, name: key, gallery, link: image, preview: elsewhere ?? image, attributes, crops: [] };
 }
 
 // The item that a link names. Whether it still exists is checked by `checkedQuery`.

@@ -4,7 +4,7 @@ import { titleOf } from "./cards.js";
 import { problemOf } from "../shared/alerts.js";
 import { announce, element, ui } from "../shared/dom.js";
 import { percent, plural } from "../shared/format.js";
-import { imageOf } from "../shared/images.js";
+import { imageOf, linkOf } from "../shared/images.js";
 import { withRetries } from "../shared/retries.js";
 
 const AT_ONCE = 4;
@@ -18,7 +18,7 @@ export const rowOf = (query) => ({ query, answer: null, problem: null, state: "w
 const rowsIn = (answer) => answer.groups?.map(({ hits }) => hits[0]) ?? answer.hits;
 
 function hitImage(hit) {
-  const image = imageOf(hit.image, hit.key);
+  const image = imageOf(linkOf(hit), hit.key);
   image.title = `${titleOf(hit.key, hit.attributes)} · ${hit.score.toFixed(2)}`;
   const caption = element("span", { className: "batch-score" });
   caption.textContent = hit.probability === null ? hit.score.toFixed(2) : percent(hit.probability);

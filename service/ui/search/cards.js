@@ -3,7 +3,7 @@
 import { GROUP_SIZE, PRODUCT } from "./ask.js";
 import { definitions, element, icon } from "../shared/dom.js";
 import { attributeText, capitalized, labelOf, percent, plural, splitKey, valueText } from "../shared/format.js";
-import { CARD, imageOf } from "../shared/images.js";
+import { CARD, imageOf, linkOf } from "../shared/images.js";
 
 // service/cards.py has the same names, for `kinlens-serve check`.
 const TITLE_NAMES = ["title", "name", "product", "product_name"];
@@ -136,7 +136,7 @@ function body(hit, handlers, ...more) {
   const image = element(
     "span",
     { className: "card-image" },
-    imageOf(hit.image, hit.key, CARD),
+    imageOf(linkOf(hit), hit.key, CARD),
     ...badge(hit),
     ...found(view),
     ...more,
@@ -182,7 +182,7 @@ export function card(hit, handlers) {
 }
 
 function otherImage(hit, handlers) {
-  const button = element("button", { type: "button", className: "other" }, imageOf(hit.image, ""));
+  const button = element("button", { type: "button", className: "other" }, imageOf(linkOf(hit), ""));
   button.ariaLabel = `Search with ${titleOf(hit.key, hit.attributes)}, score ${hit.score.toFixed(2)}`;
   button.title = `${hit.key} · ${hit.score.toFixed(2)}`;
   button.addEventListener("click", () => handlers.onSelect(hit));

@@ -26,7 +26,7 @@ async function queries(gallery) {
 }
 
 function sample(query, onOpen) {
-  const button = element("button", { type: "button", className: "sample" }, imageOf(query.link, ""));
+  const button = element("button", { type: "button", className: "sample" }, imageOf(query.preview, ""));
   button.ariaLabel = `Search with ${titleOf(query.name, query.attributes)}`;
   button.title = query.name;
   button.dataset.testid = "sample";

@@ -7,7 +7,7 @@ import { describeGallery, listGalleries } from "../shared/api.js";
 import { element, icon, optionsOf, ui } from "../shared/dom.js";
 import { grouped, labelOf, percent, plural, splitKey } from "../shared/format.js";
 import { emptyView } from "../shared/link.js";
-import { imageOf } from "../shared/images.js";
+import { imageOf, linkOf } from "../shared/images.js";
 
 const FRESH_MS = 30_000;
 const NOTES = {
@@ -130,7 +130,7 @@ function voteChip(kind, item) {
     changed("votes");
   };
   const text = splitKey(item.key).name;
-  const made = chip(text, kind, remove, { className: kind, image: item.image, mark: kind });
+  const made = chip(text, kind, remove, { className: kind, image: linkOf(item), mark: kind });
   made.dataset.key = item.key;
   return made;
 }

@@ -11,7 +11,11 @@ export const SMALL = [160, 320];
 export const CARD = [320, 480];
 export const LARGE = [320, 640];
 
-const isLocal = (link) => /^(blob|data):/.test(link);
+// Images of the page itself, and those that an item has at another site: neither has sizes, or needs a key.
+const isWhole = (link) => /^(blob|data|https?):/i.test(link);
+
+// The address of the image of a hit or item.
+export const linkOf = ({ image, image_url: elsewhere }) => elsewhere ?? image;
 
 // The address of the image scaled to `side_px`. Other parameters of the address stay.
 function scaled(link, side_px) {
@@ -52,7 +56,7 @@ export function showImage(image, link, sides) {
   Object.assign(image.dataset, { link, sides });
   watcher.unobserve(image);
   for (const name of ["src", "srcset"]) image.removeAttribute(name); // they still show the previous link
-  if (isLocal(link)) image.src = link;
+  if (isWhole(link)) image.src = link;
   else if (getKey()) watcher.observe(image);
   else Object.assign(image, { srcset: `${scaled(link, plain)} 1x, ${scaled(link, dense)} 2x`, src: scaled(link, plain) });
 }

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from kinlens.commands.__main__ import app as index_app
 from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.errors import DatasetError, ExportError
+from kinlens.embedder.manifest import TextTower
 from kinlens.embedder.session import OnnxEmbedder
 from kinlens.embedder.views.text import TextEncoder
 from kinlens.indexer.gallery import Gallery
@@ -152,6 +153,20 @@ def test_a_file_that_is_no_text_encoder_is_refused(
     change(tmp_path / "encoder.onnx")
     with pytest.raises(ExportError, match=reason):
         write_tower(tmp_path / "encoder.onnx", tmp_path / "out.onnx")
+
+
+@pytest.mark.real_data
+def test_a_real_encoder_places_phrases_as_measured_elsewhere(
+    shared_data: Path, tmp_path: Path
+) -> None:
+    files = shared_data / "weights/minilm-l6-v2-int8"
+    if not files.is_dir():
+        pytest.skip("MiniLM is absent from KINLENS_SHARED")
+    size = write_tower(files / "model.onnx", tmp_path / "text.onnx")
+    tower = TextTower(kind="taught", context=128)
+    encoder = TextEncoder(tmp_path / "text.onnx", files / "tokenizer.json", tower, size, "MiniLM")
+    phrases = encoder.embed(["a red apple", "apples, red", "a parked car"])
+    assert (phrases[0] @ phrases[1:].T).tolist() == pytest.approx([0.79, 0.16], abs=0.01)
 
 
 @pytest.fixture

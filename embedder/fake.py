@@ -10,9 +10,11 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from kinlens.embedder.calibration import Calibration
+from kinlens.embedder.errors import BundleError
 from kinlens.embedder.manifest import FP32, BoxesFile, Preprocessing, TextTower
 from kinlens.embedder.preprocess import Box, ImageLimits, preprocess
 from kinlens.embedder.types import Embeddings, Images, Maps, check_dims
+from kinlens.embedder.views.text import TextEncoder
 
 _BLOCKS = 4  # per side of a map
 
@@ -72,6 +74,9 @@ class FakeEmbedder:
         short.dim, short._projection = n, self._projection[:, :n]
         short.calibration, short.no_calibration = None, "The vectors are short."
         return short
+
+    def words(self) -> TextEncoder:
+        raise BundleError("The fake model has no text tower.")
 
     def maps(self, images: Images) -> Maps:
         """uint8 (N, 3, S, S) to (N, D, 4, 4), one position per block of pixels. The sums over the

@@ -264,6 +264,11 @@ class TextTower(_Frozen):
     )
     mean: tuple[float, ...] = ()
 
+    @property
+    def id(self) -> str:
+        """sha256 of this description, which covers the files: of all that vectors depend on."""
+        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
+
 
 class GoldenHashes(_Frozen):
     """sha256 of each file under `golden/`."""

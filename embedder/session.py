@@ -170,6 +170,9 @@ class ModelFacts(Protocol):
     boxes: BoxesFile | None
     text: TextTower | None
 
+    def words(self) -> TextEncoder:
+        """The text tower, which the first call opens. Raises: BundleError, ProviderError."""
+
     def maps(self, images: Images) -> Maps:
         """uint8 (N, 3, S, S) to (N, D, h, w), which sum to the embeddings in fp32.
 
@@ -249,7 +252,8 @@ class BundleFacts:
         self.has_map = manifest.map is not None
         self.boxes = manifest.boxes
         self.text = manifest.text
-        self.words = functools.cache(functools.partial(TextEncoder.open, bundle))
+        opened = functools.cache(functools.partial(TextEncoder.open, bundle))
+        self.words: Callable[[], TextEncoder] = opened
         self._map: Model | None = None
         self._map_opening = threading.Lock()
         self._whole: Self | None = None

@@ -43,6 +43,13 @@ class QueryVector(TypedDict):
     weight: NotRequired[float]
 
 
+class QueryText(TypedDict):
+    """Words of a search; `weight` is how far they move it, below 0 away from them."""
+
+    text: str
+    weight: NotRequired[float]
+
+
 Crop = tuple[float, float, float, float]
 """Left, top, width and height as fractions of the upright image."""
 
@@ -61,7 +68,7 @@ AUTO = "auto"
 _MAX_BYTES = 32 * 2**20  # of one request
 _PART_BYTES = 200  # upper bound of the headers and boundary of a part
 _SHOWN = 200
-_AS_JSON = ("facets", "fields", "vectors")
+_AS_JSON = ("facets", "fields", "vectors", "texts")
 
 
 class SearchOptions(TypedDict, total=False):
@@ -84,12 +91,14 @@ class SearchOptions(TypedDict, total=False):
 
 
 class ImageSearchOptions(SearchOptions, total=False):
-    """Options of a search with images, `vectors` or both. `crops` apply to each image; "auto" are
-    the whole image and parts of it, for busy photos. With `combine` "best", as with "auto", an item
-    counts with the image, crop or vector that it is most similar to, its `view`."""
+    """Options of a search with images, `vectors`, `texts`, or several of these. `crops` apply to
+    each image; "auto" are the whole image and parts of it, for busy photos. With `combine` "best",
+    as with "auto", an item counts with the image, crop or vector that it is most similar to, its
+    `view`."""
 
     gallery: str | None
     vectors: Sequence[QueryVector] | None
+    texts: Sequence[str | QueryText] | None
     crops: Sequence[Crop] | Literal["auto"] | None
     combine: Literal["mean", "best"] | None
     positives: Sequence[str] | None

@@ -35,6 +35,7 @@ from kinlens.calls import (
     NewItem,
     Part,
     Query,
+    QueryText,
     QueryVector,
     Vector,
 )
@@ -68,6 +69,7 @@ __all__ = [
     "NewItem",
     "ProblemError",
     "Query",
+    "QueryText",
     "QueryVector",
 ]
 
@@ -304,13 +306,13 @@ class AsyncClient(_BaseClient):
     async def search(
         self, images: Images = (), **options: Unpack[calls.ImageSearchOptions]
     ) -> api.SearchAnswer:
-        """Search with images or vectors: return the items most similar to the query.
+        """Search with images, vectors or words: return the items most similar to the query.
 
         Args:
             images: one or more images. Without `crops`, each is used as a whole.
-            options: for example `gallery`, `k`, `filter`, `min_score`, `crops`, `vectors`, and the
-                item keys `positives` (liked) and `negatives` (disliked). docs/api.md describes
-                each.
+            options: for example `gallery`, `k`, `filter`, `min_score`, `crops`, `vectors`, `texts`,
+                and the item keys `positives` (liked) and `negatives` (disliked). docs/api.md
+                describes each.
 
         All images, crops, vectors and liked items are combined into one query vector: their mean,
         moved away from the disliked items. With `combine="best"` an item has the score of its most

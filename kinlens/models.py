@@ -246,6 +246,9 @@ class GalleryModel(BaseModel):
         bool,
         Field(description="Whether its bundle finds objects in photos, see POST /boxes."),
     ] = False
+    has_words: Annotated[bool, Field(description="Whether it can be searched with `texts`.")] = (
+        False
+    )
     product_url: Annotated[
         str,
         Field(

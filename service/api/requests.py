@@ -30,6 +30,7 @@ from kinlens.embedder.errors import FilterError, InvalidParameterError, KinlensE
 from kinlens.embedder.preprocess import Box, check_box
 from kinlens.embedder.programs.faults import path_of, shown
 from kinlens.embedder.sources.names import composed
+from kinlens.embedder.views.text import MAX_CHARACTERS
 from kinlens.embedder.views.windows import windows
 from kinlens.indexer import types
 from kinlens.indexer.filters.json import filter_from_json
@@ -324,14 +325,37 @@ class VectorInput(Strict):
     ] = 1.0
 
 
+def _text(value: Any) -> Any:
+    """A validator for words: a text alone, or an object with a weight."""
+    return {"text": value} if isinstance(value, str) else value
+
+
+class TextInput(Strict):
+    """Words of a query, which need a text tower in the bundle of the gallery."""
+
+    text: Annotated[str, Field(min_length=1, max_length=MAX_CHARACTERS)]
+    weight: Annotated[
+        _Weight,
+        Field(description="How far they move the query; an image has 1. Below 0: unlike them."),
+    ] = 1.0
+
+
+_TEXT_SCHEMA: dict[str, Any] = {
+    "anyOf": [
+        {"type": "string", "minLength": 1, "maxLength": MAX_CHARACTERS},
+        TextInput.model_json_schema(),
+    ]
+}
+
+
 def _list_as_text(value: Any) -> Any:
-    """A validator for a list of objects, which forms and query strings send as JSON."""
+    """A validator for a list, which forms and query strings send as JSON."""
     if not isinstance(value, str):
         return value
     try:
         return bodies.parse_json(value.encode(errors="surrogatepass"))
     except (ValueError, InvalidParameterError) as error:
-        raise custom_error(f"it is not valid JSON: {error}; send a list of objects.") from error
+        raise custom_error(f"it is not valid JSON: {error}; send a list.") from error
 
 
 class SearchFields(Strict):
@@ -483,7 +507,7 @@ class SearchFields(Strict):
 
 
 class SearchRequest(SearchFields):
-    """A search with at least one image, vector or positive."""
+    """A search with at least one image, vector, text or positive."""
 
     gallery: Annotated[
         str | None,
@@ -517,6 +541,17 @@ class SearchRequest(SearchFields):
         ),
         BeforeValidator(_list_as_text),
     ]
+    texts: Annotated[
+        list[Annotated[TextInput, BeforeValidator(_text), WithJsonSchema(_TEXT_SCHEMA)]],
+        Field(
+            default_factory=list,
+            max_length=Settings.max_images,
+            fail_fast=True,
+            description="Words to search with, alone or added to the images. The hits of such a "
+            "search have no probabilities.",
+        ),
+        BeforeValidator(_list_as_text),
+    ]
 
     @model_validator(mode="after")
     def _has_views(self) -> Self:
@@ -535,12 +570,25 @@ class SearchRequest(SearchFields):
                 "combine = best searches with each image and crop; omit positives, negatives, "
                 f"distinct, diversity, boost and sort_by, or {cure}."
             )
+        if self.texts and not (self._has_likes or any(sent.weight > 0 for sent in self.texts)):
+            raise custom_error(
+                "texts have no weight above 0, and there is no image; name what to search for."
+            )
         if self.combine == "best" and any(sent.weight != 1 for sent in self.vectors):
             raise custom_error(
                 "combine = best searches with each vector alone, where a weight has no effect; "
                 "omit the weights, or send combine = mean."
             )
         return self
+
+    @property
+    def _has_likes(self) -> bool:
+        return bool(self.images or self.vectors or self.positives)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to search for."""
+        return not (self._has_likes or self.texts)
 
     def query(self, **more: Any) -> Query:
         """Convert to a query. Raises: FilterError, InvalidParameterError."""
@@ -558,8 +606,9 @@ class SearchRequest(SearchFields):
             views=(*images, *self.other_views()),
             positives=tuple(dict.fromkeys(self.positives)),
             negatives=tuple(dict.fromkeys(self.negatives)),
+            texts=tuple((sent.text, sent.weight) for sent in self.texts),
             gallery=self.gallery,
-            best_view=self.combine == "best",
+            best_view=self.combine == "best" and count > 0,
             **more,
         )
 
@@ -769,8 +818,8 @@ def _form_name(location: Sequence[str | int]) -> str:
 
 
 def _not_empty(search: SearchRequest) -> SearchRequest:
-    """Raises: RequestValidationError for a search without an image, a vector or a positive."""
-    if not (search.images or search.vectors or search.positives):
+    """Raises: RequestValidationError for a search for nothing."""
+    if search.is_empty:
         raise _empty_query()
     return search
 
@@ -778,7 +827,7 @@ def _not_empty(search: SearchRequest) -> SearchRequest:
 def _empty_query() -> RequestValidationError:
     return fault(
         "image",
-        "image and positives are missing; send an image, a vector, or the key of an item.",
+        "image and positives are missing; send an image, a vector, words, or the key of an item.",
     )
 
 

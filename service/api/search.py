@@ -67,6 +67,10 @@ _REQUESTS = {
     "image and vector": {
         "value": {"images": _IMAGES, "vectors": [{"vector": _VECTOR, "weight": 0.5}], "k": 5}
     },
+    "words": {"value": {"texts": ["green mug"], "k": 5}},
+    "image and words": {
+        "value": {"images": _IMAGES, "texts": [{"text": "green", "weight": 0.5}], "k": 5}
+    },
     "facets": {"value": {"images": _IMAGES, "min_score": 0.5, "facets": ["colour", "price"]}},
     "like and unlike": {
         "value": {"positives": ["shoes/0017.jpg"], "negatives": ["boots/0004.jpg"]}
@@ -78,6 +82,7 @@ _BATCHES = {
 FILE = {"type": "string", "format": "binary"}
 _NAMES = {"type": "string", "examples": ["colour,price"]}
 _VECTORS = {"type": "string", "examples": ['[{"vector": [0.6, 0.8], "weight": 0.5}]']}
+_TEXTS = {"type": "string", "examples": ['["green"]', '[{"text": "green", "weight": 0.5}]']}
 _CROP_TEXT = (
     "left,top,width,height as fractions of the upright image; or auto for the whole image and "
     "parts of it. Applies to each image."
@@ -103,8 +108,9 @@ def _text_fields(model: type[SearchFields]) -> dict[str, Any]:
         texts[name.removesuffix("s")] = {**choice, **schema, **known}  # positives -> positive
     for name in ("facets", "fields"):
         texts[name] = {**_NAMES, "description": texts.pop(name.removesuffix("s"))["description"]}
-    if vectors := texts.pop("vector", None):
-        texts["vectors"] = {**_VECTORS, "description": f"{vectors['description']} As JSON."}
+    for name, example in (("vectors", _VECTORS), ("texts", _TEXTS)):
+        if schema := texts.pop(name.removesuffix("s"), None):
+            texts[name] = {**example, "description": f"{schema['description']} As JSON."}
     if texts.pop("image", None):
         crops = {"type": "array", "items": _CROP, "maxItems": Settings.max_crops}
         texts["crop"] = {**crops, "description": _CROP_TEXT}
@@ -367,7 +373,8 @@ def _json(
 
 
 def _answer_id(answer: Answer, feedback: FeedbackStore, like: str) -> str | None:
-    """The id for feedback on this answer; None unless the query is one whole image or an item.
+    """The id for feedback on this answer; None unless the query is one whole image or an item,
+    without words.
 
     For several liked items without an image, it is about the first item.
     """
@@ -375,7 +382,7 @@ def _answer_id(answer: Answer, feedback: FeedbackStore, like: str) -> str | None
     if len(views) == 1 and isinstance(views[0], View) and views[0].box is None:
         image = views[0].digest
     item = "" if views else like or next(iter(answer.query.positives), "")
-    if not image and not item:
+    if answer.query.texts or not (image or item):
         return None
     question = Question(answer.gallery, answer.gallery_version, image, item)
     return feedback.sign(question)

@@ -38,6 +38,8 @@ async def explain(
             "map, which explanations need. Export it with kinlens-train export --map, and rebuild "
             "the gallery with that bundle."
         )
+    if query.texts:
+        raise InvalidParameterError("Words have no regions to show. Omit texts.")
     if not query.images:
         raise InvalidParameterError(
             "image is missing. Send the query image; to explain a similar-items search, send the "

@@ -26,7 +26,8 @@ from kinlens.embedder.errors import (
     InvalidParameterError,
     KinlensError,
 )
-from kinlens.embedder.types import Embeddings, Hit, ItemId
+from kinlens.embedder.manifest import TextTower
+from kinlens.embedder.types import SHORT, Embeddings, Hit, ItemId, first_numbers
 from kinlens.embedder.views.boxes import AUTO_BOXES
 from kinlens.indexer.gallery import Gallery as IndexedGallery
 from kinlens.indexer.types import (
@@ -40,7 +41,7 @@ from kinlens.indexer.types import (
 from kinlens.quality.calibration import Calibrated, Shares, choose
 from kinlens.service.concurrency import DaemonThreads, SearchThreads, too_late, within
 from kinlens.service.encoding.cache import Cache, Lookup, answer_key
-from kinlens.service.encoding.model import Known, Stages, View
+from kinlens.service.encoding.model import Known, Model, Stages, View
 from kinlens.service.encoding.vectors import VectorView
 from kinlens.service.encoding.workers import Vector
 from kinlens.service.galleries.locations import Gallery
@@ -52,6 +53,7 @@ from kinlens.values import single
 
 _LIMITED = ("The search", "Ask for fewer results or try again in a second.")
 _VERSION_BYTES = 64
+_NOT_CALIBRATED = "scores of words are not calibrated"
 _TIE = 1e-6  # cosines this close count as equal, so either item is a correct result
 
 
@@ -208,10 +210,12 @@ class Pipeline:
         with served.reading():
             version = gallery.version
             calibrated = served.calibrated = calibrated_by(served)
+        if query.texts:
+            calibrated = _NOT_CALIBRATED
         if query.min_probability is not None and isinstance(calibrated, str):
             raise InvalidParameterError(
                 f"min_probability = {query.min_probability:g} needs probabilities, and this "
-                f"gallery has none ({calibrated.rstrip('.')}). Send min_score instead."
+                f"search has none ({calibrated.rstrip('.')}). Send min_score instead."
             )
         query, known, finding = self._with_boxes(served, query, cancel_token)
         key = self._key(served, query, calibrated)
@@ -262,7 +266,9 @@ class Pipeline:
         model, gallery, digest = served.model, served.gallery, query.digest
         if served.scope:  # callers with different filters must not share answers
             digest += f":{hashlib.sha256(served.scope.encode()).hexdigest()}"
-        if not isinstance(calibrated, str):  # the probabilities depend on the curve
+        if query.texts:  # another text tower changes no bundle id
+            digest += f":{_tower(served).id}"
+        elif not isinstance(calibrated, str):  # the probabilities depend on the curve
             digest += f":{calibrated.product}:{hash(calibrated.curve):x}:{self._prior}"
         if self._image_url:
             digest += f":{hashlib.sha256(self._image_url.encode()).hexdigest()}"
@@ -280,7 +286,8 @@ class Pipeline:
                 raise ValueError("the answer is about another version of the gallery")
             return payload[_VERSION_BYTES:]
 
-        lookups = [served.model.lookup(view) for view in query.images]
+        model = _model(served, query)
+        lookups = [model.lookup(view) for view in query.images]
         if served.is_remote:  # no reliable version number, so answers are not cached
             vectors = self._cache.get_all(lookups)
             self._metrics.observe_stage("cache", time.perf_counter() - started)
@@ -304,7 +311,7 @@ class Pipeline:
         """The vector of every view; images without a cached or known vector are decoded and
         embedded together.
         """
-        model, images, stages = served.model, query.images, Stages()
+        model, images, stages = _model(served, query), query.images, Stages()
         others = iter([view.vector(model) for view in query.views if not isinstance(view, View)])
         if known:
             pairs = zip(images, cached, strict=True)
@@ -438,12 +445,50 @@ def _search_views(
     return [], [group for group, _ in groups], found_by
 
 
+def _model(served: Served, query: Query) -> Model:
+    """The model for the images of a query: words are added to whole vectors."""
+    return served.model.whole if query.texts else served.model
+
+
+def _tower(served: Served) -> TextTower:
+    """The text tower of the bundle. Raises: InvalidParameterError if there is none."""
+    model = served.model
+    if model.embedder.text is None:
+        raise InvalidParameterError(
+            f"texts need a text tower, and the bundle {model.bundle_id[:SHORT]} has none. Make one "
+            "with kinlens-train teach-words BUNDLE GALLERY, or omit texts."
+        )
+    return model.embedder.text
+
+
 def _targets(
     served: Served, query: Query, vectors: Sequence[Vector]
 ) -> tuple[Embeddings, frozenset[int], Sequence[Item]]:
     """The query vector (1, D), or (V, D) for `best_view`; the ids of items to exclude from the
     results; the liked items.
     """
+    if not query.texts:
+        return _liked(served, query, vectors)
+    model = served.model
+    has_items = bool(query.positives or query.negatives) or query.like is not None
+    if has_items and model.whole is not model:
+        raise InvalidParameterError(
+            f"texts cannot be combined with items in a gallery of the first {model.dim:,} numbers "
+            "of each vector; send an image of the item, or omit texts."
+        )
+    encoder = model.embedder.words()
+    liked: tuple[Embeddings | None, frozenset[int], Sequence[Item]] = None, frozenset(), []
+    if query.views or has_items:
+        liked = _liked(served, query, vectors)
+    texts, weights = zip(*query.texts, strict=True)
+    joined = encoder.joined(liked[0], encoder.embed(texts), weights)
+    return first_numbers(joined, model.dim), *liked[1:]
+
+
+def _liked(
+    served: Served, query: Query, vectors: Sequence[Vector]
+) -> tuple[Embeddings, frozenset[int], Sequence[Item]]:
+    """As `_targets`, without the words of the query."""
     if query.best_view:
         return np.stack(vectors), frozenset(), []
     gallery, positives = served.gallery, query.positives

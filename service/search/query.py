@@ -45,6 +45,7 @@ class Query:
     like: the id of one more positive item, in `generation` if that is given.
     min_probability: omit hits and groups whose calibrated probability of being right is lower.
         It does not change the facets.
+    texts: words with their weights, which move the query, or are the whole of it.
     best_view: search with each view separately and score an item by its best view; otherwise
         search with the mean of the views.
     facets: attributes whose values are counted over all matching items.
@@ -55,6 +56,7 @@ class Query:
     views: tuple[View | VectorView, ...] = ()
     positives: tuple[str, ...] = ()
     negatives: tuple[str, ...] = ()
+    texts: tuple[tuple[str, float], ...] = ()
     like: ItemId | None = None
     generation: str | None = None
     gallery: str | None = None
@@ -98,12 +100,14 @@ class Query:
 
     @property
     def units(self) -> int:
-        """Its cost for the rate limit: one unit for each view, and one more for every further 1,000
-        hits that each search has to find.
+        """Its cost for the rate limit: one unit for each view and text, and one more for every
+        further 1,000 hits that each search has to find.
         """
         hits = (self.offset + self.k) * (self.grouping.size if self.grouping else 1)
         searches = len(self.views) if self.best_view else 1
-        return max(1, len(self.views)) + searches * ((hits - 1) // _HITS_OF_A_UNIT)
+        return max(1, len(self.views) + len(self.texts)) + searches * (
+            (hits - 1) // _HITS_OF_A_UNIT
+        )
 
     @cached_property
     def digest(self) -> str:
@@ -116,6 +120,7 @@ class Query:
             [view.number for view in self.views] if self.best_view else None,
             sorted(self.positives),
             sorted(self.negatives),
+            sorted((text, float(weight) + 0.0) for text, weight in self.texts),
             (self.like, self.generation),
             (self.k, self.offset),
             (_plain(self.min_score), _plain(self.min_probability)),

@@ -16,40 +16,17 @@ from kinlens.embedder.errors import (
     InvalidParameterError,
     ProviderError,
 )
-from kinlens.embedder.manifest import TextTower
 from kinlens.embedder.views.text import MAX_CHARACTERS, TextEncoder
-from kinlens.training.words.attach import attach_tower, golden_texts
-from kinlens.training.words.graph import write_tower
-from kinlens.training.words.taught import WordMap
-from tests.support.words import WIDTH, write_encoder, write_tokenizer
+from tests.support.words import CONTEXT, with_tower
 from tests.tiny import TINY_DIM
 
 pytest.importorskip("tokenizers", reason="needs kinlens[text]")
-
-TOWER = TextTower(kind="taught", context=8, licence="MIT")
 
 
 @pytest.fixture
 def make_tower(tiny_bundle: Bundle, tmp_path: Path) -> Callable[..., Bundle]:
     def make(out: Path | None = None, **changes: object) -> Bundle:
-        tokenizer = write_tokenizer(tmp_path / "words.json")
-        encoder = write_encoder(tmp_path / "encoder.onnx")
-        rng = np.random.default_rng(1)
-        weight = rng.standard_normal((WIDTH, TINY_DIM)).astype(np.float32)
-        taught = WordMap(weight, rng.standard_normal(TINY_DIM).astype(np.float32))
-        write_tower(encoder, tmp_path / "features.onnx")
-        write_tower(encoder, tmp_path / "text.onnx", taught)
-        tower = TOWER.model_copy(update=changes)
-        reader = TextEncoder(tmp_path / "features.onnx", tokenizer, tower, WIDTH, "encoder")
-        return attach_tower(
-            tiny_bundle,
-            out or tmp_path / "words",
-            tmp_path / "text.onnx",
-            tokenizer,
-            tower,
-            lambda texts: taught(reader.embed(texts)),
-            golden_texts(reader),
-        )
+        return with_tower(tiny_bundle, tmp_path, out or tmp_path / "words", **changes)
 
     return make
 
@@ -71,7 +48,7 @@ def test_texts_become_unit_vectors_whatever_their_batch(make_tower: Callable[...
 
 def test_a_tower_reads_no_more_than_its_context(make_tower: Callable[..., Bundle]) -> None:
     encoder = TextEncoder.open(make_tower())
-    fits = " ".join(["red"] * TOWER.context)
+    fits = " ".join(["red"] * CONTEXT)
     vectors = encoder.embed([fits, f"{fits} mug mug mug"])
     np.testing.assert_allclose(vectors[0], vectors[1], atol=1e-6)
 

@@ -1,0 +1,156 @@
+"""Words as queries: alone, with an image, against an image, and where a bundle knows none."""
+
+import base64
+import json
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kinlens.client import Client, Query
+from kinlens.embedder.bundle import Bundle
+from kinlens.embedder.session import OnnxEmbedder
+from kinlens.embedder.views.text import TextEncoder
+from kinlens.indexer.gallery import Gallery
+from kinlens.service.settings import Settings
+from tests.support.servers import DEFAULTS, Running, create_app, run, settings_of
+from tests.support.shops import assert_problem
+from tests.support.words import with_tower
+from tests.tiny import TINY_DIM, encoded, photo
+
+pytest.importorskip("tokenizers", reason="needs kinlens[text]")
+
+COUNT = 8
+PHOTO = encoded(photo(3))
+GREEN, RED = "green mug", "red lamp"
+
+
+@pytest.fixture(scope="module")
+def words(tiny_bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """The tiny bundle with a text tower, and with the mean of its texts."""
+    folder = tmp_path_factory.mktemp("words")
+    rng = np.random.default_rng(2)
+    mean = tuple(rng.normal(0, 0.1, TINY_DIM))
+    return with_tower(tiny_bundle, folder, folder / "bundle", mean=mean)
+
+
+@pytest.fixture(scope="module")
+def service(words: Bundle, tiny_settings: dict[str, Any]) -> Iterator[Running]:
+    settings = settings_of(**DEFAULTS | tiny_settings | {"bundle": words.path})
+    with closing(run(create_app(settings))) as running:
+        yield running
+
+
+def found(service: Running, **query: Any) -> dict[str, float]:
+    """The scores of all items, by their keys."""
+    answer = service.client.post("/search", json={"k": COUNT, **query})
+    assert answer.status_code == 200, answer.text
+    hits = answer.json()["hits"]
+    assert {hit["probability"] for hit in hits} == {None}
+    assert answer.json()["no_match_probability"] is None
+    return {hit["key"]: hit["score"] for hit in hits}
+
+
+def expected(words: Bundle, gallery: Path, image: bytes | None, **texts: float) -> Any:
+    """The scores of all items for the query that the text tower joins."""
+    encoder, embedder = TextEncoder.open(words), OnnxEmbedder.open(words)
+    images = None if image is None else embedder.embed(embedder.preprocess(image)[None])
+    names = [name.replace("_", " ") for name in texts]
+    query = encoder.joined(images, encoder.embed(names), list(texts.values()))
+    with closing(Gallery.open(gallery)) as opened:
+        [hits] = opened.search(query, COUNT)
+    return pytest.approx({hit.key: hit.score for hit in hits}, abs=1e-4)
+
+
+def base64_of(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def test_words_alone_and_with_an_image_are_joined_by_the_tower(
+    service: Running, words: Bundle, tiny_gallery: Path
+) -> None:
+    images = [{"data": base64_of(PHOTO)}]
+    alone = expected(words, tiny_gallery, None, green_mug=1.0)
+    assert found(service, texts=[GREEN]) == alone
+    assert found(service, texts=[{"text": GREEN}]) == alone
+    assert found(service, texts=[GREEN], combine="best") == alone
+    both = expected(words, tiny_gallery, PHOTO, green_mug=0.5, red_lamp=-1.0)
+    texts = [{"text": GREEN, "weight": 0.5}, {"text": RED, "weight": -1}]
+    assert found(service, images=images, texts=texts) == both
+    form = service.search(PHOTO, texts=json.dumps(texts), k=str(COUNT)).json()
+    assert {hit["key"]: hit["score"] for hit in form["hits"]} == both
+    [listed] = service.client.get("/galleries").json()["galleries"]
+    assert listed["has_words"] is True
+
+
+def test_the_client_sends_words_in_searches_and_batches(
+    service: Running, words: Bundle, tiny_gallery: Path
+) -> None:
+    alone = expected(words, tiny_gallery, None, green_mug=1.0)
+    against = expected(words, tiny_gallery, PHOTO, red_lamp=-0.5)
+    with Client(service.url) as client:
+        one = client.search(texts=[GREEN], k=COUNT)
+        assert {hit.key: hit.score for hit in one.hits} == alone
+        options = {"texts": [{"text": RED, "weight": -0.5}], "k": COUNT}
+        [batched] = client.search_batch([Query([PHOTO], options)]).answers
+    assert batched.answer is not None
+    assert {hit.key: hit.score for hit in batched.answer.hits} == against
+
+
+def test_each_part_of_a_photo_is_joined_with_the_words(service: Running) -> None:
+    images = [{"data": base64_of(PHOTO), "crops": [[0, 0, 0.5, 1], [0.5, 0, 0.5, 1]]}]
+    answer = service.client.post(
+        "/search", json={"images": images, "texts": [GREEN], "combine": "best"}
+    ).json()
+    crops = {tuple(hit["view"]["crop"]) for hit in answer["hits"]}
+    assert crops <= {(0, 0, 0.5, 1), (0.5, 0, 0.5, 1)}
+
+
+def test_answers_with_other_words_are_not_taken_from_the_cache(service: Running) -> None:
+    post = lambda *texts: service.client.post("/search", json={"texts": list(texts)}).json()
+    first, again, other = post("white shoe"), post("white shoe"), post("black shoe")
+    assert (first["cached"], again["cached"], other["cached"]) == (False, True, False)
+    assert again["hits"] == first["hits"] != other["hits"]
+
+
+def test_positives_and_words_are_joined(service: Running) -> None:
+    liked = found(service, positives=["3.png"], texts=[{"text": GREEN, "weight": 0.01}])
+    assert "3.png" not in liked
+    assert list(liked) == list(found_like(service))
+
+
+def found_like(service: Running) -> dict[str, float]:
+    answer = service.client.post("/search", json={"positives": ["3.png"], "k": COUNT}).json()
+    return {hit["key"]: hit["score"] for hit in answer["hits"]}
+
+
+@pytest.mark.parametrize(
+    ("query", "message"),
+    [
+        ({"texts": []}, "image and positives are missing"),
+        ({"texts": [{"text": RED, "weight": -1}]}, "no weight above 0"),
+        ({"texts": [GREEN], "min_probability": 0.5}, "Send min_score instead"),
+        ({"texts": [" "]}, "is empty"),
+        ({"texts": ["a" * 1001]}, "1,000 or fewer"),
+        ({"texts": [GREEN] * (Settings.max_images + 1)}, "texts"),
+        ({"texts": GREEN}, "list"),
+        ({"texts": [{"text": GREEN, "weight": 1e9}]}, "weight"),
+    ],
+)
+def test_words_that_cannot_be_used_are_named(
+    service: Running, query: dict[str, Any], message: str
+) -> None:
+    answer = service.client.post("/search", json=query)
+    assert_problem(answer, 422, "invalid-parameter")
+    assert message in answer.text
+
+
+def test_a_bundle_without_a_text_tower_names_the_cure(tiny_settings: dict[str, Any]) -> None:
+    with closing(run(create_app(settings_of(**DEFAULTS | tiny_settings)))) as service:
+        answer = service.client.post("/search", json={"texts": [GREEN]})
+        assert_problem(answer, 422, "invalid-parameter")
+        assert "kinlens-train teach-words" in answer.text
+        assert service.client.get("/galleries/shop").json()["has_words"] is False

@@ -53,7 +53,8 @@ _INPUT_SCHEMA: dict[str, Any] = {
             "maxItems": Settings.max_items_per_request,
         },
     ],
-    "description": "Image files as base64 or as data: URLs. Other URLs are never loaded.",
+    "description": "Image files as base64 or as data: URLs; or texts, if the bundle has a text "
+    "tower. Other URLs are never loaded.",
 }
 
 
@@ -108,7 +109,7 @@ def _image_or_text(text: str) -> bytes | str:
 
 
 class EmbeddingRequest(Strict):
-    """Images to embed, as in OpenAI's API."""
+    """Images and texts to embed, as in OpenAI's API."""
 
     input: Annotated[Any, AfterValidator(_inputs), WithJsonSchema(_INPUT_SCHEMA)]
     model: Annotated[
@@ -147,11 +148,12 @@ router = APIRouter(route_class=OpenAIRoute)
             errors.SearchError,
         ),
     },
-    summary="Embed images",
+    summary="Embed images and texts",
 )
 @rule("embed", "items", "batch", docs=partial(model_docs, EmbeddingRequest))
 async def embeddings(request: Request) -> Response:
-    """The vectors of images, in the form of OpenAI's API: its clients work with the base URL `/v1`.
+    """The vectors of images and texts, in the form of OpenAI's API: its clients work with the base
+    URL `/v1`.
 
     All inputs succeed or the request fails. A problem document also has OpenAI's `error`.
     """
@@ -162,8 +164,8 @@ async def embeddings(request: Request) -> Response:
         check_dims(sent.dimensions, model.dim)
     if len(sent.input) > 1:
         await account_of(request.scope).owe(len(sent.input))
-    images = [_image(model, number, one) for number, one in enumerate(sent.input)]
-    vectors = await while_connected(request, _embedded(runtime, model, images))
+    _check_texts(model, sent.input)
+    vectors = await while_connected(request, _embedded(runtime, model, sent.input))
     rows = [first_numbers(vector, sent.dimensions or model.dim) for vector in vectors]
 
     def encoded() -> bytes:
@@ -229,21 +231,26 @@ def _model_of(runtime: Runtime, named: str | None) -> Model:
     )
 
 
-def _image(model: Model, number: int, sent: bytes | str) -> bytes:
-    """The image file of an input. Raises: RequestValidationError for a text."""
-    if isinstance(sent, str):
-        raise fault(
-            "input",
-            f"input[{number}] = {shown(sent)!r} is not an image, and the model "
-            f"{model.embedder.name} has no words. {_FORMS}.",
-        )
-    return sent
+def _check_texts(model: Model, inputs: Sequence[bytes | str]) -> None:
+    """Raises: RequestValidationError for a text, if the model has no text tower."""
+    for number, sent in enumerate(inputs):
+        if isinstance(sent, str) and model.embedder.text is None:
+            raise fault(
+                "input",
+                f"input[{number}] = {shown(sent)!r} is not an image, and the model "
+                f"{model.embedder.name} has no words. {_FORMS}.",
+            )
 
 
-async def _embedded(runtime: Runtime, model: Model, images: Sequence[bytes]) -> list[Vector]:
-    """The vectors of image files. Raises: ImageError naming the input; the errors of `encode`."""
+async def _embedded(runtime: Runtime, model: Model, inputs: Sequence[bytes | str]) -> list[Vector]:
+    """The vectors of image files and texts.
 
-    async def embed(number: int, data: bytes) -> Vector:
+    Raises: ImageError naming the input; InvalidParameterError for a text; the errors of `encode`.
+    """
+
+    async def embed(number: int, data: bytes | str) -> Vector:
+        if isinstance(data, str):
+            return await model.encode_text(data)
         digest = hashlib.sha256(data).hexdigest()
         try:
             return await model.encode(data, digest, "embed")
@@ -251,12 +258,12 @@ async def _embedded(runtime: Runtime, model: Model, images: Sequence[bytes]) -> 
             raise type(error)(f"input[{number}]: {error}") from error
 
     limit_s = runtime.settings.request_timeout_ms / 1e3
-    cure = "Send fewer images, or try again in a second."
+    cure = "Send fewer inputs, or try again in a second."
     tasks: list[asyncio.Task[Vector]] = []
     try:
         with runtime.search_threads.batch():
-            tasks += [asyncio.create_task(embed(n, data)) for n, data in enumerate(images)]
-            async with within(limit_s, "Embedding the images", cure):
+            tasks += [asyncio.create_task(embed(n, data)) for n, data in enumerate(inputs)]
+            async with within(limit_s, "Embedding the inputs", cure):
                 return [await task for task in tasks]
     finally:
         for task in tasks:

@@ -338,6 +338,19 @@ class Model:
         async with self._search_threads.bulk_limit(kind):
             return await self._search_threads.run(work, bulk=True)
 
+    async def encode_text(self, text: str) -> Vector:
+        """The vector (D,) of a text, as a bulk call. The model must have a text tower.
+
+        Raises: InvalidParameterError, BundleError.
+        """
+
+        def work() -> Vector:
+            vector: Vector = self.embedder.words().embed([text])[0]
+            return vector
+
+        async with self._search_threads.bulk_limit("embed"):
+            return await self._search_threads.run(work, bulk=True)
+
     async def _infer(self) -> Vector:
         view = View(self._reference_image, "")
         work = partial(self.compute, [view], is_cached=False)

@@ -39,7 +39,8 @@ def words(tiny_bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Bund
 
 @pytest.fixture(scope="module")
 def service(words: Bundle, tiny_settings: dict[str, Any]) -> Iterator[Running]:
-    settings = settings_of(**DEFAULTS | tiny_settings | {"bundle": words.path})
+    own = {"bundle": words.path, "anonymous_scopes": ("search", "embed")}
+    settings = settings_of(**DEFAULTS | tiny_settings | own)
     with closing(run(create_app(settings))) as running:
         yield running
 
@@ -146,6 +147,19 @@ def test_words_that_cannot_be_used_are_named(
     answer = service.client.post("/search", json=query)
     assert_problem(answer, 422, "invalid-parameter")
     assert message in answer.text
+
+
+def test_texts_and_images_are_embedded_in_one_request(service: Running, words: Bundle) -> None:
+    inputs = [GREEN, base64_of(PHOTO)]
+    response = service.client.post("/v1/embeddings", json={"input": inputs})
+    assert response.status_code == 200, response.text
+    answer = response.json()
+    text, image = np.array([one["embedding"] for one in answer["data"]])
+    embedder = OnnxEmbedder.open(words)
+    assert text == pytest.approx(TextEncoder.open(words).embed([GREEN])[0], abs=1e-5)
+    assert image == pytest.approx(embedder.embed(embedder.preprocess(PHOTO)[None])[0], abs=1e-3)
+    refused = service.client.post("/v1/embeddings", json={"input": " "})
+    assert_problem(refused, 422, "invalid-parameter")
 
 
 def test_a_bundle_without_a_text_tower_names_the_cure(tiny_settings: dict[str, Any]) -> None:

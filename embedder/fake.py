@@ -32,6 +32,7 @@ class FakeEmbedder:
     has_map = True
     boxes: BoxesFile | None = None
     text: TextTower | None = None
+    has_words = False
 
     def __init__(
         self,

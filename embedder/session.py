@@ -7,7 +7,6 @@ saturate.
 
 import contextlib
 import copy
-import functools
 import itertools
 import math
 import threading
@@ -52,7 +51,7 @@ from kinlens.embedder.manifest import (
 from kinlens.embedder.preprocess import Box, ImageLimits, ImageParts, preprocess
 from kinlens.embedder.sources.names import printable, read_file
 from kinlens.embedder.types import Embed, Embeddings, Images, Maps, check_dims, first_numbers
-from kinlens.embedder.views.text import TextEncoder
+from kinlens.embedder.views.text import TextEncoder, can_read_words
 
 MIN_OWN_COSINE: dict[Precision, float] = {"fp32": 0.999, "fp16": 0.999, "bf16": 0.99, "int8": 0.99}
 """Minimum cosine to the golden vectors of the same mode at export. It is lower for int8 and bf16:
@@ -169,6 +168,7 @@ class ModelFacts(Protocol):
     has_map: bool
     boxes: BoxesFile | None
     text: TextTower | None
+    has_words: bool
 
     def words(self) -> TextEncoder:
         """The text tower, which the first call opens. Raises: BundleError, ProviderError."""
@@ -226,7 +226,7 @@ class BundleFacts:
         calibration: None if there is none, for the reason in `no_calibration`.
         boxes: the detector; None if there is none.
         text: the text tower; None if there is none.
-        words: opens the text tower at the first call. Raises: BundleError, ProviderError.
+        has_words: whether there is a text tower, and the package that reads words.
     """
 
     def __init__(
@@ -252,8 +252,9 @@ class BundleFacts:
         self.has_map = manifest.map is not None
         self.boxes = manifest.boxes
         self.text = manifest.text
-        opened = functools.cache(functools.partial(TextEncoder.open, bundle))
-        self.words: Callable[[], TextEncoder] = opened
+        self.has_words = manifest.text is not None and can_read_words()
+        self._words: TextEncoder | BundleError | None = None
+        self._words_opening = threading.Lock()
         self._map: Model | None = None
         self._map_opening = threading.Lock()
         self._whole: Self | None = None
@@ -297,6 +298,23 @@ class BundleFacts:
                     )
                 self._map = model
         return self._map.run(images)
+
+    def words(self) -> TextEncoder:
+        """The text tower, which the first call opens; one that cannot be opened stays so.
+
+        Raises: BundleError, ProviderError.
+        """
+        if self._whole is not None:
+            return self._whole.words()
+        with self._words_opening:
+            if self._words is None:
+                try:
+                    self._words = TextEncoder.open(self.bundle)
+                except BundleError as error:
+                    self._words = error
+        if isinstance(self._words, BundleError):
+            raise self._words
+        return self._words
 
     def known_images(self) -> list[bytes]:
         """The golden images as encoded files."""

@@ -218,7 +218,7 @@ class Settings(BaseSettings):
     max_batch_bytes: ClassVar[int] = 64 * 2**20  # of a request with several images
     max_held_bytes: ClassVar[int] = 256 * 2**20  # of all request bodies in memory
     max_items_per_request: ClassVar[int] = 256
-    max_views: ClassVar[int] = 256  # images, crops and vectors over all queries of a request
+    max_views: ClassVar[int] = 256  # images, crops, vectors and texts over all queries of a request
     max_megapixels: ClassVar[float] = 64.0  # of an image, read from its header
     max_side_px: ClassVar[int] = 16_384
     queue_size: ClassVar[int] = 64  # of each stage; reads of items and images have 16 times that

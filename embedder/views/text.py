@@ -4,6 +4,7 @@ It needs the package `tokenizers` (`pip install 'kinlens[text]'`), which is impo
 opened. A service opens a tower at the first text query, so others do not pay for it.
 """
 
+import importlib.util
 import string
 from collections.abc import Sequence
 from pathlib import Path
@@ -156,6 +157,11 @@ class TextEncoder:
                 f"that are not {len(ids)} x {self.dim} finite numbers. Make it again."
             )
         return vectors
+
+
+def can_read_words() -> bool:
+    """Whether the package `tokenizers` is installed, which is not loaded for this."""
+    return importlib.util.find_spec("tokenizers") is not None
 
 
 def no_tower(bundle: Bundle) -> str:

@@ -266,7 +266,7 @@ def _known(served: Served, gallery: Gallery | GalleryFacts, settings: Settings) 
         "writable": _is_writable(served, settings.state),
         "has_map": served.model.embedder.has_map,
         "has_boxes": served.model.embedder.boxes is not None,
-        "has_words": served.model.embedder.text is not None,
+        "has_words": served.model.embedder.has_words,
         "product_url": settings.product_url,
     }
 

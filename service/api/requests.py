@@ -61,7 +61,7 @@ _INLINE_PARTS = 16
 _SHORT_FILTER = 256  # characters
 _LISTS = {"positive": "positives", "negative": "negatives", "crop": "crops"}
 _LISTED = ("images", *_LISTS.values())  # names that are only valid in JSON
-_VIEWS, _ALL_VIEWS = "images and crops", "images, crops and vectors"
+_VIEWS, _ALL_VIEWS = "images and crops", "images, crops, vectors and texts"
 _MAX_KEYS = 256
 _CORNERS = 4
 _SHOWN = 80
@@ -593,7 +593,8 @@ class SearchRequest(SearchFields):
     def query(self, **more: Any) -> Query:
         """Convert to a query. Raises: FilterError, InvalidParameterError."""
         count = sum([max(1, len(image.crops)) for image in self.images]) + len(self.vectors)
-        _check(_ALL_VIEWS if self.vectors else _VIEWS, count, Settings.max_views)
+        name = _ALL_VIEWS if self.vectors or self.texts else _VIEWS
+        _check(name, count + len(self.texts), Settings.max_views)
         if self.combine == "best":
             depth = (self.offset or 0) + (self.k or Settings.default_k)
             _check("hits", count * depth * (self.group_size or 1), MAX_HITS)
@@ -834,8 +835,9 @@ def _empty_query() -> RequestValidationError:
 def _check_amounts(queries: Sequence[Query]) -> None:
     """Check the totals over all queries of a request. Raises: InvalidParameterError."""
     views = [view for query in queries for view in query.views]
-    has_others = not all(isinstance(view, View) for view in views)
-    _check(_ALL_VIEWS if has_others else _VIEWS, len(views), Settings.max_views)
+    texts = sum(len(query.texts) for query in queries)
+    has_others = texts > 0 or not all(isinstance(view, View) for view in views)
+    _check(_ALL_VIEWS if has_others else _VIEWS, len(views) + texts, Settings.max_views)
     hits = sum(query.k * (query.grouping.size if query.grouping else 1) for query in queries)
     _check("hits", hits, MAX_HITS)
 

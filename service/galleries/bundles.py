@@ -5,11 +5,14 @@ from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
+import structlog
+
 from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.engines.models import PROVIDERS, SessionSettings
 from kinlens.embedder.errors import BundleNotFoundError, GalleryError, ProviderError
 from kinlens.embedder.session import BundleFacts, Embedder, OnnxEmbedder
 from kinlens.embedder.types import SHORT
+from kinlens.embedder.views.text import can_read_words
 from kinlens.indexer.galleries import current_manifest
 from kinlens.indexer.types import mismatch
 from kinlens.service.concurrency import begin_in_thread
@@ -91,6 +94,12 @@ class Bundles:
             precisions = {precision, *self._precisions_of(bundle_id)}
             session = replace(session, galleries=frozenset(precisions))
         bundle = Bundle.open(self.folder(bundle_id))
+        if bundle.manifest.text is not None and not can_read_words():
+            structlog.get_logger().warning(
+                "words are not searched: the package tokenizers is missing",
+                cure="pip install 'kinlens[text]'",
+                bundle_id=bundle_id,
+            )
         if session.device == "cuda":
             embedder = OnnxEmbedder.open(bundle, session, self._limits)
             if embedder.provider == PROVIDERS["cuda"]:

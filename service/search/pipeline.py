@@ -25,6 +25,7 @@ from kinlens.embedder.errors import (
     DeadlineExceededError,
     InvalidParameterError,
     KinlensError,
+    SearchError,
 )
 from kinlens.embedder.manifest import TextTower
 from kinlens.embedder.types import SHORT, Embeddings, Hit, ItemId, first_numbers
@@ -248,7 +249,7 @@ class Pipeline:
         what was computed on the way.
         """
         autos = {view.digest: view for view in query.images if view.is_auto and view.box is None}
-        model = served.model
+        model = _model(served, query)
         if not autos or model.embedder.boxes is None:
             return query, {}, Stages()
         cached = self._cache.get_all([model.boxes_lookup(view) for view in autos.values()])
@@ -458,6 +459,11 @@ def _tower(served: Served) -> TextTower:
             f"texts need a text tower, and the bundle {model.bundle_id[:SHORT]} has none. Make one "
             "with kinlens-train teach-words BUNDLE GALLERY, or omit texts."
         )
+    if not model.embedder.has_words:
+        raise SearchError(
+            "The service cannot read words, since the package tokenizers is not installed where it "
+            "runs. Install it there with pip install 'kinlens[text]', or omit texts."
+        )
     return model.embedder.text
 
 
@@ -470,25 +476,29 @@ def _targets(
     if not query.texts:
         return _liked(served, query, vectors)
     model = served.model
-    has_items = bool(query.positives or query.negatives) or query.like is not None
-    if has_items and model.whole is not model:
+    has_likes = bool(query.positives) or query.like is not None
+    if (has_likes or query.negatives) and model.whole is not model:
         raise InvalidParameterError(
             f"texts cannot be combined with items in a gallery of the first {model.dim:,} numbers "
             "of each vector; send an image of the item, or omit texts."
         )
     encoder = model.embedder.words()
-    liked: tuple[Embeddings | None, frozenset[int], Sequence[Item]] = None, frozenset(), []
-    if query.views or has_items:
-        liked = _liked(served, query, vectors)
     texts, weights = zip(*query.texts, strict=True)
-    joined = encoder.joined(liked[0], encoder.embed(texts), weights)
-    return first_numbers(joined, model.dim), *liked[1:]
+    words = encoder.embed(texts)
+    if not (query.views or has_likes):
+        alone = first_numbers(encoder.joined(None, words, weights), model.dim)
+        return _liked(served, query, list(alone), [1.0])
+    targets, exclude, items = _liked(served, query, vectors)
+    return first_numbers(encoder.joined(targets, words, weights), model.dim), exclude, items
 
 
 def _liked(
-    served: Served, query: Query, vectors: Sequence[Vector]
+    served: Served,
+    query: Query,
+    vectors: Sequence[Vector],
+    weights: Sequence[float] | None = None,
 ) -> tuple[Embeddings, frozenset[int], Sequence[Item]]:
-    """As `_targets`, without the words of the query."""
+    """As `_targets`, for `vectors` with these weights, or those of the views."""
     if query.best_view:
         return np.stack(vectors), frozenset(), []
     gallery, positives = served.gallery, query.positives
@@ -496,7 +506,7 @@ def _liked(
         served.check_generation(query.generation)
         positives = (gallery.item(query.like).key, *positives)
     keys = [*positives, *query.negatives]
-    weights = [view.weight for view in query.views]
+    weights = [view.weight for view in query.views] if weights is None else weights
     if not keys and weights == [1.0]:
         return np.ascontiguousarray(vectors[0][np.newaxis]), frozenset(), []
     stored = [entry.vector for entry in gallery.entries(keys)] if keys else []
@@ -505,7 +515,7 @@ def _liked(
     items = gallery.stored(keys) if keys else {}
     exclude = frozenset(item.id for item in items.values())
     liked_items = [items[key] for key in positives if key in items]
-    target = combined_query(liked, disliked, weights + [1.0] * len(positives))
+    target = combined_query(liked, disliked, [*weights, *[1.0] * len(positives)])
     return target[np.newaxis], exclude, liked_items
 
 

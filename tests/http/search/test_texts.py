@@ -2,7 +2,9 @@
 
 import base64
 import json
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -11,10 +13,14 @@ import numpy as np
 import pytest
 
 from kinlens.client import Client, Query
+from kinlens.embedder import session
 from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.session import OnnxEmbedder
+from kinlens.embedder.types import first_numbers
 from kinlens.embedder.views.text import TextEncoder
 from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.ingest.build import build_gallery
+from kinlens.indexer.ingest.sources import folder_source
 from kinlens.service.settings import Settings
 from tests.support.servers import DEFAULTS, Running, create_app, run, settings_of
 from tests.support.shops import assert_problem
@@ -101,6 +107,13 @@ def test_the_client_sends_words_in_searches_and_batches(
     assert {hit.key: hit.score for hit in batched.answer.hits} == against
 
 
+def test_words_alone_are_moved_away_from_disliked_items(service: Running) -> None:
+    first, *_ = found(service, texts=[GREEN])
+    moved = found(service, texts=[GREEN], negatives=[first])
+    assert first not in moved
+    assert len(moved) == COUNT - 1
+
+
 def test_each_part_of_a_photo_is_joined_with_the_words(service: Running) -> None:
     images = [{"data": base64_of(PHOTO), "crops": [[0, 0, 0.5, 1], [0.5, 0, 0.5, 1]]}]
     answer = service.client.post(
@@ -160,6 +173,68 @@ def test_texts_and_images_are_embedded_in_one_request(service: Running, words: B
     assert image == pytest.approx(embedder.embed(embedder.preprocess(PHOTO)[None])[0], abs=1e-3)
     refused = service.client.post("/v1/embeddings", json={"input": " "})
     assert_problem(refused, 422, "invalid-parameter")
+
+
+def test_a_gallery_of_short_vectors_is_searched_with_words_and_images(
+    words: Bundle, tmp_path: Path
+) -> None:
+    (tmp_path / "photos").mkdir()
+    for number in range(COUNT):
+        (tmp_path / "photos" / f"{number}.png").write_bytes(encoded(photo(number)))
+    short = OnnxEmbedder.open(words).first(4)
+    build_gallery(folder_source(tmp_path / "photos"), short, tmp_path / "shop")
+    galleries = f"shop={tmp_path / 'shop'}"
+    settings = settings_of(**DEFAULTS | {"bundle": words.path, "galleries": galleries})
+    with closing(run(create_app(settings))) as service:
+        encoder, embedder = TextEncoder.open(words), OnnxEmbedder.open(words)
+        images = embedder.embed(embedder.preprocess(PHOTO)[None])
+        query = first_numbers(encoder.joined(images, encoder.embed([GREEN]), [1.0]), 4)
+        with closing(Gallery.open(tmp_path / "shop")) as gallery:
+            [hits] = gallery.search(query, COUNT)
+        wanted = pytest.approx({hit.key: hit.score for hit in hits}, abs=1e-4)
+        sent = [{"data": base64_of(PHOTO)}]
+        assert found(service, images=sent, texts=[GREEN]) == wanted
+        auto = {"images": [{"data": base64_of(PHOTO), "crops": "auto"}], "texts": [GREEN]}
+        assert service.client.post("/search", json=auto).status_code == 200
+        both = {"positives": ["1.png"], "texts": [GREEN]}
+        refused = service.client.post("/search", json=both)
+        assert_problem(refused, 422, "invalid-parameter")
+
+
+def test_the_missing_package_is_named(
+    words: Bundle, tiny_settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "can_read_words", lambda: False)
+    settings = settings_of(**DEFAULTS | tiny_settings | {"bundle": words.path})
+    with closing(run(create_app(settings))) as service:
+        answer = service.client.post("/search", json={"texts": [GREEN]})
+        assert_problem(answer, 503, "search-unavailable")
+        assert "pip install 'kinlens[text]'" in answer.text
+        assert service.client.get("/galleries/shop").json()["has_words"] is False
+
+
+def test_texts_count_in_the_limit_of_a_batch(service: Running) -> None:
+    batch = {"queries": [{"texts": [GREEN] * 16}] * 17}
+    assert_problem(service.client.post("/search/batch", json=batch), 422, "invalid-parameter")
+
+
+def test_the_tower_is_opened_once(words: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    embedder, opened = OnnxEmbedder.open(words), []
+    at_once = threading.Barrier(4)
+
+    def counted(bundle: Bundle) -> object:
+        opened.append(bundle)
+        return object()
+
+    monkeypatch.setattr(session.TextEncoder, "open", counted)
+
+    def ask(facts: OnnxEmbedder) -> object:
+        at_once.wait()
+        return facts.words()
+
+    with ThreadPoolExecutor(4) as pool:
+        towers = set(pool.map(ask, [embedder, embedder, embedder.first(4), embedder.first(8)]))
+    assert (len(towers), len(opened)) == (1, 1)
 
 
 def test_a_bundle_without_a_text_tower_names_the_cure(tiny_settings: dict[str, Any]) -> None:

@@ -135,7 +135,7 @@ def test_a_bad_vector_is_refused_with_the_cure(market, name: str) -> None:
         ({"vectors": [UNIT]}, "vectors[0]"),
         (
             {"vectors": [{"vector": UNIT}], "images": [{"data": "", "crops": CROPS}] * 16},
-            "257 images, crops and vectors in total; the limit is 256",
+            "257 images, crops, vectors and texts in total; the limit is 256",
         ),
     ],
 )

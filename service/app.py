@@ -63,7 +63,7 @@ def create_app(
     Without settings, as an ASGI server calls it, they come from the environment, as does logging.
 
     A given `embedder` runs in this process, and keeps its own image limits; `workers` that have
-    been started decode for it.
+    been started decode for it, and have its detector if it has one.
 
     Raises: BundleError, GalleryError.
     """

@@ -87,7 +87,7 @@ class Bundles:
 
     def _start(self, bundle_id: str, precision: str) -> Backend:
         if self._embedder is not None and bundle_id == self._embedder.bundle_id:
-            workers = self._workers or self._started(None, None)
+            workers = self._workers or self._started(_detecting(self._embedder), None)
             return Backend(self._embedder, workers, self._embedder.embed)
         session = self._session
         if session.precision == "auto":
@@ -103,8 +103,7 @@ class Bundles:
         if session.device == "cuda":
             embedder = OnnxEmbedder.open(bundle, session, self._limits)
             if embedder.provider == PROVIDERS["cuda"]:
-                with_boxes = bundle if bundle.manifest.boxes else None
-                workers = self._started(with_boxes, None)
+                workers = self._started(_detecting(embedder), None)
                 return Backend(embedder, workers, embedder.embed)
             session = replace(session, device="cpu")
         if session.threads != 1:  # threads of OpenVINO do not survive a fork
@@ -153,3 +152,10 @@ class Bundles:
                 )
             )
         return known[bundle_id][0]
+
+
+def _detecting(embedder: Embedder) -> Bundle | None:
+    """The bundle whose detector the workers open for a model in this process; None without one."""
+    if isinstance(embedder, BundleFacts) and embedder.boxes is not None:
+        return embedder.bundle
+    return None

@@ -223,14 +223,20 @@ def test_two_photos_have_their_own_boxes(start: Start) -> None:
     assert "Image 2: " in assert_problem(answer, 415, "unsupported-format")["detail"]
 
 
+@pytest.mark.parametrize("are_given", [True, False])
 def test_a_model_in_the_process_of_the_service_gets_boxes_from_its_workers(
-    start: Start, tiny_bundle: Bundle, tiny_settings: dict[str, Any], tmp_path: Path
+    start: Start,
+    tiny_bundle: Bundle,
+    tiny_settings: dict[str, Any],
+    tmp_path: Path,
+    are_given: bool,
 ) -> None:
-    """As a model on a GPU does."""
+    """As a model on a GPU does; those that the service starts open the detector of the model."""
     expected = auto(start(), PHOTO, k=12)["hits"]
     bundle = with_detector(tiny_bundle, tmp_path / "bundle")
-    workers = Workers(ForkServer(1024, 30.0, bundle), 30.0, 4)
-    workers.start()
+    workers = Workers(ForkServer(1024, 30.0, bundle), 30.0, 4) if are_given else None
+    if workers is not None:
+        workers.start()
     settings = settings_of(**DEFAULTS | tiny_settings)
     app = service_app.create_app(settings, OnnxEmbedder.open(bundle), workers=workers)
     with closing(run(app)) as service:

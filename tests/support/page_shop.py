@@ -23,6 +23,7 @@ from starlette.datastructures import FormData, QueryParams
 from kinlens import models
 from kinlens.embedder.views.windows import windows
 from kinlens.service.http.edge import SECURITY_HEADERS
+from tests.tiny import encoded
 
 UI = Path(__file__).parents[2] / "service" / "ui"
 COLOURS = {"red": (200, 40, 40), "green": (40, 160, 60), "blue": (50, 70, 200)}
@@ -80,6 +81,12 @@ def vector_of(data: bytes, crop: Sequence[float] | None = None) -> Vector:
     cells = np.asarray(image.resize((4, 4)), dtype=np.float64).reshape(-1) / 255
     centred = cells - cells.mean() + 1e-6
     return centred / np.linalg.norm(centred)  # type: ignore[no-any-return]
+
+
+def words_of(text: str) -> Vector:
+    """The vector of a colour."""
+    pixel = Image.new("RGB", (4, 4), COLOURS[text])
+    return vector_of(encoded(pixel))
 
 
 def draw(colour: tuple[int, int, int], seed: int) -> bytes:
@@ -143,6 +150,7 @@ class Wanted(BaseModel):
     crop: list[Crop] = []
     positive: list[str] = []
     negative: list[str] = []
+    texts: Json[list[str]] = []
 
 
 def wanted_of(fields: FormData | QueryParams, **given: str) -> Wanted:
@@ -183,6 +191,7 @@ class Shop:
         self.delay_s = 0.0
         self.has_map = True
         self.boxes: list[dict[str, Any]] | None = None  # of a detector, if there is one
+        self.has_words = False
         self.open_searches = 0
         self.most_searches = 0
 
@@ -235,6 +244,7 @@ class Shop:
             "created_at": "2026-01-01T00:00:00+00:00",
             "has_map": self.has_map,
             "has_boxes": self.boxes is not None,
+            "has_words": self.has_words,
         }
 
     async def describe(self, name: str) -> dict[str, Any]:
@@ -349,7 +359,9 @@ class Shop:
         self.asked.append(wanted)
         stock = self.galleries[wanted.gallery]
         by_key = {item.key: item.vector for item in stock}
-        query = np.mean(vectors + [by_key[key] for key in wanted.positive], axis=0)
+        liked = vectors + [by_key[key] for key in wanted.positive]
+        words = [words_of(text) for text in wanted.texts]
+        query = sum(words, np.mean(liked, axis=0) if liked else np.zeros(48))
         query = query - 0.7 * sum(by_key[key] for key in wanted.negative)
         queries = [query / np.linalg.norm(query)]
         if is_best := wanted.combine == "best":
@@ -367,6 +379,8 @@ class Shop:
         groups = self.grouped(wanted, hits) if wanted.group_by else None
         shown = hits[: wanted.k] if groups is None else []
         likely = sum(shares[hit["key"]] for hit in (hits if groups else shown))
+        for row in [*hits, *(groups or [])] if words else []:
+            row["probability"] = None
         return {
             "bundle_id": "b" * 64,
             "gallery": wanted.gallery,
@@ -376,7 +390,7 @@ class Shop:
             "count": len(shown),
             "cached": False,
             "match": bool(hits),
-            "no_match_probability": 1 - likely,
+            "no_match_probability": None if words else 1 - likely,
             "hits": shown,
             "groups": groups,
             "answer_id": None if self.feedback == "off" else f"answer-{len(self.asked)}",

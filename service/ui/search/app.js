@@ -1,7 +1,7 @@
 // The search page: at most one running search and one running batch, and a trail of answers.
 
-import { ask, checkedQuery, countValues, isBest, severalOf } from "./ask.js";
-import { itemQuery, likesQuery, linkedQuery, renewed, uploadQuery, uploadsQuery } from "./ask.js";
+import { ask, bareQuery, checkedQuery, countValues, isBare, isBest, severalOf } from "./ask.js";
+import { itemQuery, linkedQuery, renewed, uploadQuery, uploadsQuery } from "./ask.js";
 import { BatchRun } from "./batch_run.js";
 import { startCamera } from "./camera.js";
 import { walkWithArrows } from "./cards.js";
@@ -23,6 +23,7 @@ import { AUTO, fromHash, toHash } from "../shared/link.js";
 const UPLOAD_LINK = "This link contains the settings of a search, but not its photo, which stays in the " +
   "other browser. Choose a photo to search with these settings.";
 const COPIED_UPLOAD = "Link copied. It contains the settings but not your photo, which stays in this browser.";
+const NO_WORDS = "This gallery cannot be searched with words, so those of the link are ignored.";
 const NO_VOTES = "Likes, dislikes and the order are ignored when the best match of several counts.";
 const TOGETHER = 32; // most images of one search
 const TOGETHER_BYTES = 20 * 2 ** 20;
@@ -135,9 +136,10 @@ async function search(query, keep) {
   }
 }
 
+// Words are added to a new photo. An item starts without them: it was found with them, or it is an example.
 function searchNew(query) {
   hideNotice();
-  settings.forgetVotes();
+  settings.forgetVotes(query.kind === "item" ? { text: "" } : {});
   search(query, trail.push);
 }
 
@@ -161,6 +163,7 @@ async function offerBoxes(query) {
 }
 
 function searchImages(files) {
+  settings.takeText();
   if (files.length === 1 && settings.hasBoxes()) return offerBoxes(uploadQuery(files[0]));
   if (files.length === 1) return searchNew(uploadQuery(files[0]));
   const bytes = files.reduce((sum, file) => sum + file.size, 0);
@@ -201,9 +204,19 @@ function searchAgain() {
   const query = queryNow();
   if (running === null && entry?.kind === "batch") return batch.restart(entry);
   if (query === null) return trail.rename(toHash(settings.view, null));
-  const isEmptied = query.kind === "likes" && settings.view.likes.length === 0;
-  if (isEmptied) return goToStart();
-  search(query, running?.keep ?? trail.replace);
+  const again = isBare(query) ? bareQuery(settings.view, query.kind) : query;
+  if (again === null) return goToStart();
+  search(again, running?.keep ?? trail.replace);
+}
+
+// Other words are a new search, or are added to what is searched with.
+function searchText() {
+  const query = queryNow();
+  const isBatch = running === null && trail.current()?.kind === "batch";
+  const { text } = settings.view;
+  const isNew = text && (query === null ? !isBatch : query.kind === "words" && query.text !== text);
+  if (isNew) searchNew(bareQuery(settings.view));
+  else searchAgain();
 }
 
 // Repeats the search of several images as one search, or as one search for each.
@@ -237,6 +250,7 @@ function applyMin() {
 
 function settingsChanged(what) {
   if (what === "min") return applyMin();
+  if (what === "text") return searchText();
   if (what === "combine") return gather();
   if (what === "gallery" && queryNow() === null) showSamples(searchNew);
   searchAgain();
@@ -258,6 +272,11 @@ async function openLink() {
   }
   if (!names.includes(view.gallery)) view.gallery = names[0] ?? "";
   settings.restore(view);
+  if (view.text && !settings.hasWords()) {
+    showNotice(NO_WORDS);
+    view.text = "";
+    settings.restore(view);
+  }
   const move = moves;
   await settings.describe(view.gallery);
   if (move !== moves) return;
@@ -267,7 +286,9 @@ async function openLink() {
   }
   settle(false);
   if (upload) showNotice(UPLOAD_LINK);
-  if (view.likes.length > 0) search(likesQuery(), trail.replace);
+  const isAway = upload && view.likes.length === 0; // then words alone would be another search
+  const query = isAway ? null : bareQuery(view, upload ? "likes" : "words");
+  if (query !== null) search(query, trail.replace);
 }
 
 function walked() {

@@ -5,7 +5,8 @@
 //   {kind: "uploads", name, images, previews, preview, crops: []}: several images, the best match counts
 //   {kind: "item", id, key, name, gallery, link, preview, attributes, crops}
 //   {kind: "likes", name, preview: "", crops: []}: only liked items, from a link without its image
-// Crops are boxes, or AUTO alone.
+//   {kind: "words", name, text, preview: "", crops: []}: only words, and the items liked among their results
+// Crops are boxes, or AUTO alone. `view.text` is words that are added to any query.
 
 import { isAuto, placeText } from "./parts.js";
 import { explainHit, fetchImage, galleryPath, getItem, getSimilar, listItems, postSearch, Problem } from "../shared/api.js";
@@ -14,6 +15,7 @@ import { plural } from "../shared/format.js";
 export const GROUP_SIZE = 7;
 export const PRODUCT = "product"; // the attribute that images of one product share
 const FEW = 20;
+const REFUSED_WORDS = "These words cannot be used here";
 
 export function uploadQuery(file) {
   const name = file.name || "pasted image";
@@ -64,7 +66,18 @@ export function linkedQuery({ id, key, gallery, crops }) {
   return { kind: "item", id, key, name, gallery, link, preview: link, attributes: {}, crops };
 }
 
-export const likesQuery = () => ({ kind: "likes", name: "the items you liked", preview: "", crops: [] });
+const likesQuery = () => ({ kind: "likes", name: "the items you liked", preview: "", crops: [] });
+
+const wordsQuery = (text) => ({ kind: "words", name: `“${text}”`, text, preview: "", crops: [] });
+
+// The query of a view without an image, or null without words and likes; `first` is the kind of those that count.
+export function bareQuery({ text, likes }, first = "words") {
+  const worded = text ? wordsQuery(text) : null;
+  const liked = likes.length > 0 ? likesQuery() : null;
+  return first === "likes" ? liked ?? worded : worded ?? liked;
+}
+
+export const isBare = ({ kind }) => kind === "likes" || kind === "words";
 
 async function itemNow({ id, key, gallery }) {
   const found = await getItem(gallery, id).catch((error) => {
@@ -86,23 +99,33 @@ export async function checkedQuery(query) {
   return { ...itemQuery(query.gallery, item), crops: query.crops };
 }
 
+// Only the service knows why it refuses words, so its sentence is shown.
+async function post(wanted, signal) {
+  try {
+    return await postSearch(wanted, signal);
+  } catch (error) {
+    const isRefused = wanted.text && error.body?.type?.endsWith(":invalid-parameter");
+    throw isRefused ? new Problem(REFUSED_WORDS, error.detail, { requestId: error.requestId }) : error;
+  }
+}
+
 // Throws: Problem, AbortError.
 export async function ask(query, view, signal, more = {}) {
-  const { gallery, k, filter } = view;
+  const { gallery, text, k, filter } = view;
   const { group: groupBy, order } = view;
   const wanted = { gallery, k, filter, groupBy, groupSize: GROUP_SIZE, order, ...more };
   const positives = view.likes.map(({ key }) => key);
   const negatives = view.dislikes.map(({ key }) => key);
   const isHere = query.kind === "item" && query.gallery === gallery && query.crops.length === 0;
-  if (isHere && positives.length + negatives.length === 0) {
+  if (isHere && !text && positives.length + negatives.length === 0) {
     return getSimilar(gallery, query.id, wanted, signal);
   }
   if (isHere) positives.unshift(query.key);
-  const voted = { ...wanted, positives: [...new Set(positives)], negatives };
-  if (isHere || query.kind === "likes") return postSearch(voted, signal);
+  const voted = { ...wanted, text, positives: [...new Set(positives)], negatives };
+  if (isHere || isBare(query)) return post(voted, signal);
   const images = await imagesOf(query, signal);
   const combine = isBest(query, view) ? "best" : "";
-  return postSearch({ ...voted, images, crops: query.crops, combine }, signal);
+  return post({ ...voted, images, crops: query.crops, combine }, signal);
 }
 
 // Returns {attribute: counts of its values} over the items that pass the filters and the minimum

@@ -1,7 +1,7 @@
 // Shows an answer: cards or groups, the minimum score, the empty state, times and ids.
 
 import { card, groupCard, placeholders, titleOf } from "./cards.js";
-import { isBest, PRODUCT, viewText } from "./ask.js";
+import { isBare, isBest, PRODUCT, viewText } from "./ask.js";
 import { choice, hideChoices } from "./choose.js";
 import { hideHeat, toggleHeat } from "./explain.js";
 import { hideParts, showParts } from "./parts.js";
@@ -95,14 +95,15 @@ function actions(hasFilter, hasMin) {
 
 function adviceOf(answer) {
   const rows = rowsOf(answer);
+  const another = settings.view.text ? "other words" : "another photo or a part of this one";
   if (rows.length > 0) {
     const { probability, score } = bestOf(rows);
     const sure = probability === null ? "" : ` (${percent(probability)} sure)`;
     return `The closest item has a score of ${score.toFixed(2)}${sure}, below the minimum of ` +
-      `${settings.minText()}. Lower the minimum score, or try another photo or a part of this one.`;
+      `${settings.minText()}. Lower the minimum score, or try ${another}.`;
   }
   if (Object.keys(settings.view.filter).length > 0) return "No item passes the filters. Remove some of them.";
-  if (answer.min_score != null) return "No item in this gallery is similar enough. Try another photo, or a part of this one.";
+  if (answer.min_score != null) return `No item in this gallery is similar enough. Try ${another}.`;
   return EMPTY_TEXT;
 }
 
@@ -155,7 +156,7 @@ function showStart() {
 }
 
 function handlersOf(handlers, entry) {
-  const canExplain = settings.hasMap() && entry.query.kind !== "likes"; // they have no image
+  const canExplain = settings.hasMap() && !isBare(entry.query) && !entry.view.text; // words have no regions
   const onExplain = (hit, button, cardImage) => toggleHeat(hit, button, cardImage, entry);
   const { query, view } = entry;
   return {

@@ -24,6 +24,7 @@ let galleries = [];
 let panel = null;
 let onChange = () => {};
 let onDescribed = () => {};
+let shownText = ""; // what the box of words took from the view; the user may have typed since
 let several = ""; // "images" or "parts" if the query has several of them, "auto", or ""
 export let view = emptyView();
 
@@ -31,6 +32,7 @@ export const snapshot = () => structuredClone(view);
 export const facts = () => described.get(view.gallery) ?? { attributes: [] };
 const listed = () => galleries.find(({ name }) => name === view.gallery);
 export const hasMap = () => facts().has_map ?? listed()?.has_map;
+export const hasWords = () => facts().has_words ?? listed()?.has_words ?? false;
 export const hasBoxes = () => facts().has_boxes ?? listed()?.has_boxes;
 export const productUrl = () => facts().product_url ?? listed()?.product_url ?? "";
 export const itemCount = () => facts().size ?? listed()?.size;
@@ -46,6 +48,18 @@ export const minScore = () => view.min || -Infinity;
 
 export function minText() {
   return minScore() === -Infinity ? "any" : view.min.toFixed(2);
+}
+
+function showText() {
+  ui["words-form"].hidden = !hasWords();
+  if (view.text !== shownText) ui.words.value = view.text;
+  shownText = view.text;
+}
+
+// Takes what is typed, even if it was not submitted, into the view.
+export function takeText() {
+  view.text = hasWords() ? ui.words.value.trim() : "";
+  showText();
 }
 
 function showMin() {
@@ -74,7 +88,8 @@ function preset({ false_matches: share, search_score: score }) {
 }
 
 function showPresets() {
-  const usable = (facts().thresholds ?? []).filter(({ search_score: score }) => score < 1);
+  const known = view.text ? [] : facts().thresholds ?? []; // they are measured with images alone
+  const usable = known.filter(({ search_score: score }) => score < 1);
   ui.presets.hidden = usable.length === 0;
   const words = element("span", { className: "hint", textContent: "Wrong matches" });
   ui.presets.replaceChildren(...(usable.length > 0 ? [words] : []), ...usable.map(preset));
@@ -184,6 +199,7 @@ function showNote() {
 
 export function show() {
   showGallery();
+  showText();
   showNote();
   showK();
   showGroups();
@@ -254,12 +270,13 @@ export async function loadGalleries() {
 // Filters, groups and votes refer to attributes and items of one gallery.
 async function changeGallery() {
   Object.assign(view, { gallery: ui.gallery.value, filter: {}, group: "", likes: [], dislikes: [] });
+  if (!hasWords()) view.text = "";
   show();
   await describe(view.gallery);
   onChange("gallery");
 }
 
-// onChange(what) is called after each change: gallery, k, group, order, combine, min, filter, votes or all.
+// onChange(what) is called after each change: gallery, text, k, group, order, combine, min, filter, votes or all.
 // onDescribed() is called after each description of the shown gallery.
 export function startSettings(whenChanged, whenDescribed) {
   onChange = whenChanged;
@@ -268,6 +285,11 @@ export function startSettings(whenChanged, whenDescribed) {
     view.filter = filter;
     showChips();
     onChange("filter");
+  });
+  ui["words-form"].addEventListener("submit", (event) => {
+    event.preventDefault();
+    takeText();
+    changed("text");
   });
   ui.controls.addEventListener("submit", (event) => event.preventDefault());
   ui.gallery.addEventListener("change", changeGallery);

@@ -148,9 +148,10 @@ export async function getSimilar(gallery, id, wanted, signal) {
   return answerOf(await request(`${galleryPath(gallery)}/items/${id}/similar?${query}`, { signal }));
 }
 
-function searchForm({ images = [], crops = [], combine, gallery, positives = [], negatives = [], ...common }) {
+function searchForm({ images = [], crops = [], text, combine, gallery, positives = [], negatives = [], ...common }) {
   const form = new FormData();
   for (const image of images) form.append("image", image, "query");
+  if (text) form.append("texts", JSON.stringify([text]));
   if (combine) form.append("combine", combine);
   if (gallery) form.append("gallery", gallery);
   for (const crop of crops) form.append("crop", cropText(crop));
@@ -160,7 +161,7 @@ function searchForm({ images = [], crops = [], combine, gallery, positives = [],
   return form;
 }
 
-// A search by uploaded images or parts of one image, with liked and disliked items.
+// A search by uploaded images or parts of one image, words, and liked and disliked items.
 export async function postSearch(wanted, signal) {
   return answerOf(await request("search", { method: "POST", body: searchForm(wanted), signal }));
 }

@@ -5,10 +5,11 @@ const MAX_K = 10_000;
 export const AUTO = "auto"; // in place of crops: the service searches the whole image and parts of it
 const ORDERS = ["", "varied"]; // "" is the order of scores
 
-// The settings of a search. `min` is a score, `filter` the JSON form of the service's filters,
-// `likes` and `dislikes` are lists of {key, image?}.
+// The settings of a search. `text` is words, alone or added to the photo, `min` is a score, `filter` the JSON form of
+// the service's filters, `likes` and `dislikes` are lists of {key, image?}.
 export function emptyView(gallery = "") {
-  return { gallery, k: DEFAULT_K, min: 0, filter: {}, group: "", order: "", combine: "", likes: [], dislikes: [] };
+  const lists = { likes: [], dislikes: [] };
+  return { gallery, text: "", k: DEFAULT_K, min: 0, filter: {}, group: "", order: "", combine: "", ...lists };
 }
 
 export const cropText = (crop) => (crop === AUTO ? AUTO : crop.map((part) => Number(part.toFixed(4))).join(","));
@@ -16,6 +17,7 @@ export const cropText = (crop) => (crop === AUTO ? AUTO : crop.map((part) => Num
 export function toHash(view, query) {
   const fields = new URLSearchParams();
   if (view.gallery) fields.set("gallery", view.gallery);
+  if (view.text) fields.set("text", view.text);
   if (view.k !== DEFAULT_K) fields.set("k", view.k);
   if (view.min > 0) fields.set("min", view.min);
   if (Object.keys(view.filter).length > 0) fields.set("filter", JSON.stringify(view.filter));
@@ -28,7 +30,7 @@ export function toHash(view, query) {
     fields.set("item", query.id);
     fields.set("key", query.key);
     if (query.gallery !== view.gallery) fields.set("from", query.gallery);
-  } else if (query && query.kind !== "likes") {
+  } else if (query && !["likes", "words"].includes(query.kind)) {
     fields.set("picture", query.kind);
   }
   for (const crop of query?.kind === "item" ? query.crops : []) fields.append("crop", cropText(crop));
@@ -79,6 +81,7 @@ export function fromHash(hash) {
   const keyed = (key) => ({ key, image: null });
   const view = {
     gallery,
+    text: (fields.get("text") ?? "").trim(),
     k: Math.round(numberFrom(fields.get("k"), 1, MAX_K, DEFAULT_K)),
     min: numberFrom(fields.get("min"), 0, 1, 0),
     filter: filterFrom(fields.get("filter") ?? "{}"),

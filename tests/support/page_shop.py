@@ -191,7 +191,7 @@ class Shop:
         self.delay_s = 0.0
         self.has_map = True
         self.boxes: list[dict[str, Any]] | None = None  # of a detector, if there is one
-        self.has_words = False
+        self.has_words = False  # of the gallery shop
         self.open_searches = 0
         self.most_searches = 0
 
@@ -244,7 +244,7 @@ class Shop:
             "created_at": "2026-01-01T00:00:00+00:00",
             "has_map": self.has_map,
             "has_boxes": self.boxes is not None,
-            "has_words": self.has_words,
+            "has_words": self.has_words and name == "shop",
         }
 
     async def describe(self, name: str) -> dict[str, Any]:

@@ -165,6 +165,23 @@ def test_likes_refine_words_and_items_start_without_them(start: Page, fake_shop:
     expect(start.get_by_test_id("query-kind")).to_have_text("Searching with the item")
 
 
+def test_another_gallery_without_words_drops_them(start: Page, fake_shop: Shop) -> None:
+    box, gallery = start.get_by_test_id("words-form"), start.get_by_test_id("gallery")
+    enter(start, "green")
+    gallery.select_option("depot")
+    expect(box).to_be_hidden()
+    expect(start.locator("body")).to_have_attribute("data-state", "start")
+    expect(start.get_by_test_id("sample")).to_have_count(6)
+    gallery.select_option("shop")
+    expect(box).to_be_visible()
+    expect(start.get_by_test_id("words")).to_have_value("")
+    drop_item(start, fake_shop, 0)
+    enter(start, "green")
+    gallery.select_option("depot")
+    expect(start.get_by_test_id("card")).to_have_count(6)
+    assert (fake_shop.asked[-1].gallery, fake_shop.asked[-1].texts) == ("depot", [])
+
+
 def test_words_are_in_links_in_back_and_in_the_history(
     start: Page, fake_shop: Shop, open_shop: OpenPage
 ) -> None:

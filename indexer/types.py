@@ -412,7 +412,8 @@ class VectorStore(Protocol):
         is refused; its own entries are not counted, and a request over HTTP has at most 256.
 
         An entry with the key, sha256 and vector of an item updates its attributes. An entry with
-        another sha256 or vector replaces the item, which gets a new id.
+        another sha256 or vector replaces the item, which gets a new id. So does, in a folder, an
+        entry with the image of an item that had none.
 
         owned: stored attributes that an entry does not give are removed only if they have one of
             these names; None removes all.

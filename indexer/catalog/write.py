@@ -29,7 +29,7 @@ from kinlens.indexer.catalog.schema import (
 )
 from kinlens.indexer.catalog.vectors import VectorFile
 from kinlens.indexer.filters.tree import Filter
-from kinlens.indexer.types import Entry, Ids, Item, Written
+from kinlens.indexer.types import Entry, Ids, Item, Written, has_image
 from kinlens.values import AttributeType, AttributeValue
 
 Attributes = Mapping[str, AttributeValue]
@@ -206,10 +206,14 @@ class CatalogWriter(CatalogView):
         self, entries: Sequence[Entry], vectors: Embeddings, known: Mapping[str, Item]
     ) -> set[int]:
         """The indices of the entries that have the sha256 and the vector of the item `known` by
-        their key.
+        their key, and no image that it lacks: publications upload the images of new ids alone.
         """
         alike = [
-            n for n, e in enumerate(entries) if e.key in known and known[e.key].sha256 == e.sha256
+            n
+            for n, e in enumerate(entries)
+            if (item := known.get(e.key)) is not None
+            and item.sha256 == e.sha256
+            and (item.has_image or not has_image(e.path, e.format))
         ]
         stored = self.vectors([known[entries[n].key].id for n in alike])
         equal = are_equal(vectors[alike], stored, self.file.type)

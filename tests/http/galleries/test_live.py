@@ -21,7 +21,7 @@ from kinlens.service.settings import Settings
 from tests.support.own_process import ROOT
 from tests.support.seams import publish
 from tests.support.servers import DEFAULTS, Running, create_app, run
-from tests.support.shops import Shop, start_shop
+from tests.support.shops import Shop, base64_of, start_shop
 from tests.support.waiting import repeating, until
 from tests.tiny import encoded, photo
 
@@ -210,6 +210,26 @@ def test_links_and_images_are_valid_on_every_host(shop, address, follow, tmp_pat
         found = follower.search(encoded(photo(3)), k=1).json()["hits"][0]
         assert follower.client.get(found["image"]).content == encoded(photo(3))
         assert follower.client.get(f"{found['image']}&size=160").status_code == 200
+
+
+def test_an_image_that_is_kept_later_reaches_followers(shop, address, follow, tmp_path) -> None:
+    image = encoded(photo(50))
+    made = start_shop(tmp_path / "state", create=False, galleries=(f"shop={shop}",))
+    with closing(made.running):
+        put_json(made, image, keep=False)
+        publish(shop, address, with_images=True)
+        follower = follow()
+        put_json(made, image, keep=True)
+        assert publish(shop, address).pictures == 1
+        until(lambda: version(follower.url) == made.gallery()["version"])
+        item = follower.client.get("/galleries/shop/items/by-key/new").json()
+        assert follower.client.get(item["image"]).content == image
+
+
+def put_json(shop: Shop, image: bytes, keep: bool) -> None:
+    """Put the item `new`."""
+    sent = {"keep": keep, "items": [{"key": "new", "data": base64_of(image)}]}
+    shop.client.put(f"{shop.url}/items", json=sent).raise_for_status()
 
 
 def test_changes_of_a_copy_are_refused(shop, address, follow, tmp_path) -> None:

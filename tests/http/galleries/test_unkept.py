@@ -56,7 +56,7 @@ def test_the_last_put_decides_whether_an_image_is_kept(shop, data) -> None:
     assert put(shop, "k", data[0], "false") == "updated"
     assert put(shop, "k", data[0], "false") == "unchanged"
     assert shop.compacted() == set()
-    assert put(shop, "k", data[0], "true") == "updated"
+    assert put(shop, "k", data[0], "true") == "replaced"
     assert shop.client.get(shop.link("k")).content == data[0]
     assert put(shop, "twin", data[0], "false") == "added"
     assert shop.compacted() == {sha256(data[0])}, "another item shows it"

@@ -12,6 +12,7 @@ written to a temporary folder and renamed at the end.
 """
 
 import contextlib
+import os
 import shutil
 import sqlite3
 import time
@@ -23,9 +24,15 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ValidationError
 
-from kinlens.embedder.bundle import Bundle, sha256_of
+from kinlens.embedder.bundle import MANIFEST, Bundle, sha256_of
 from kinlens.embedder.durable import make_folder, rename, staged, sync_tree
-from kinlens.embedder.errors import GalleryError, KinlensError, StateError, disk_errors_as
+from kinlens.embedder.errors import (
+    BundleError,
+    GalleryError,
+    KinlensError,
+    StateError,
+    disk_errors_as,
+)
 from kinlens.indexer.galleries import (
     check_backup,
     current_generation,
@@ -36,8 +43,7 @@ from kinlens.indexer.galleries import (
 from kinlens.indexer.types import Progress
 from kinlens.quality.golden import GoldenSet
 from kinlens.service.access.keys import KEYS_FILE, KeyStore
-from kinlens.service.galleries.bundles import Bundles
-from kinlens.service.galleries.locations import Locations, known_bundles
+from kinlens.service.galleries.locations import Locations, list_bundles
 from kinlens.service.galleries.uploads import UploadFolder
 from kinlens.service.jobs.store import JOBS_FILE, JobStore
 from kinlens.service.settings import REPLICAS, Settings
@@ -72,7 +78,9 @@ class SavedGallery(BaseModel, frozen=True):
 
 
 class SavedBundle(BaseModel, frozen=True):
-    """One bundle of a backup; `primary` if the settings named it."""
+    """One bundle of a backup; `primary` if the settings named it. `bundle_id` is that of its
+    manifest, which covers attached files.
+    """
 
     bundle_id: str
     primary: bool
@@ -148,10 +156,7 @@ def _write(settings: Settings, out: Path, on_progress: Progress) -> Backup:
     with staged(out.absolute().parent, _PART) as stage:
         stage.chmod(0o700)
         galleries = tuple(_save_galleries(settings, stage, on_progress))
-        primary = None if settings.bundle is None else Bundles(settings).primary()
-        bundles = known_bundles(settings.state, settings.bundle)
-        for bundle_id, (folder, _) in bundles.items():
-            _copy_tree(folder, stage / "bundles" / bundle_id, on_progress)
+        bundles, damaged = _save_bundles(settings, stage, on_progress)
         if settings.state is not None:
             _save_state(settings.state, stage / "state", on_progress)
         sums = {path: sha256_of(stage / path) for path in _listed(stage)}
@@ -159,8 +164,8 @@ def _write(settings: Settings, out: Path, on_progress: Progress) -> Backup:
             created_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
             kinlens=version("kinlens"),
             galleries=galleries,
-            bundles=tuple(SavedBundle(bundle_id=one, primary=one == primary) for one in bundles),
-            not_contained=tuple(_not_contained(settings)),
+            bundles=tuple(bundles),
+            not_contained=(*damaged, *_not_contained(settings)),
             damaged=tuple(path for path, digest in sums.items() if _is_damaged(path, digest)),
         )
         (stage / REPORT).write_text(report.model_dump_json(indent=2) + "\n", encoding="utf-8")
@@ -249,7 +254,11 @@ def _copy_parts(report: Backup, backup: Path, stage: Path, on_progress: Progress
         restore_backup(source, target, on_progress=on_progress)  # which checks the gallery
         for file in UploadFolder(source).files():
             _copy(file, target / file.relative_to(source), on_progress)
-    _copy_tree(backup / "bundles", stage / "bundles", on_progress)
+    for rank, bundle in enumerate(report.bundles):
+        copy = stage / "bundles" / bundle.bundle_id
+        _copy_tree(backup / "bundles" / bundle.bundle_id, copy, on_progress)
+        time_s = time.time() - rank  # so that the same one of several with one id is served
+        os.utime(copy / MANIFEST, (time_s, time_s))
     for file in _files(backup / "state"):
         if not file.name.endswith(_SQLITE_SUFFIXES):
             copy = stage / file.relative_to(backup / "state")
@@ -299,6 +308,30 @@ def _save_galleries(
             bytes=saved.bytes,
             pictures=count,
         )
+
+
+def _save_bundles(
+    settings: Settings, stage: Path, on_progress: Progress
+) -> tuple[list[SavedBundle], list[str]]:
+    """The saved bundles in the order of `list_bundles`, and those that cannot be opened. Raises:
+    BundleError for the one of the settings.
+    """
+    saved: dict[str, SavedBundle] = {}
+    damaged = []
+    for folder, _ in list_bundles(settings.state, settings.bundle):
+        try:
+            bundle_id = Bundle.open(folder).manifest.bundle_id
+        except BundleError as error:
+            if folder == settings.bundle:
+                raise
+            # With it the whole backup could not be restored.
+            damaged.append(f"bundle {folder}: {error}")
+            continue
+        if bundle_id not in saved:
+            _copy_tree(folder, stage / "bundles" / bundle_id, on_progress)
+            primary = folder == settings.bundle
+            saved[bundle_id] = SavedBundle(bundle_id=bundle_id, primary=primary)
+    return list(saved.values()), damaged
 
 
 def _save_state(state: Path, target: Path, on_progress: Progress) -> None:

@@ -131,12 +131,12 @@ def _decoder(backend: Backend) -> str:
 def _gallery(location: GalleryLocation, settings: Settings, bundles: Bundles) -> str:
     if location.follows is not None:
         copy = snapshot_at(location.follows)
-        bundles.folder(copy.gallery.bundle_id)
+        bundles.bundle(copy.gallery.bundle_id)
         items = f"{copy.size:,} items of bundle {copy.gallery.bundle_id[:12]}"
         return f"{items}, published at {copy.published_at}; it is copied at the start"
     on_cpu = settings.model_copy(update={"index_device": "cpu"})  # a GPU may be in use
     with contextlib.closing(open_gallery(location, on_cpu)) as gallery:
-        bundles.folder(gallery.bundle_id)
+        bundles.bundle(gallery.bundle_id)
         text = f"{gallery.size:,} items of bundle {gallery.bundle_id[:12]}"
         index = gallery.index_location() if isinstance(gallery, IndexedGallery) else None
         if index is not None:

@@ -3,13 +3,17 @@
 import contextlib
 from concurrent.futures import Future
 from dataclasses import replace
-from pathlib import Path
 
 import structlog
 
 from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.engines.models import PROVIDERS, SessionSettings
-from kinlens.embedder.errors import BundleNotFoundError, GalleryError, ProviderError
+from kinlens.embedder.errors import (
+    BundleError,
+    BundleNotFoundError,
+    GalleryError,
+    ProviderError,
+)
 from kinlens.embedder.session import BundleFacts, Embedder, OnnxEmbedder
 from kinlens.embedder.types import SHORT
 from kinlens.embedder.views.text import can_read_words
@@ -21,7 +25,7 @@ from kinlens.service.encoding.model import Backend
 from kinlens.service.encoding.workers import Workers
 from kinlens.service.galleries.locations import (
     Locations,
-    known_bundles,
+    list_bundles,
     manifest_of,
     session_of,
     vectors_id,
@@ -93,7 +97,7 @@ class Bundles:
         if session.precision == "auto":
             precisions = {precision, *self._precisions_of(bundle_id)}
             session = replace(session, galleries=frozenset(precisions))
-        bundle = Bundle.open(self.folder(bundle_id))
+        bundle = self.bundle(bundle_id)
         if bundle.manifest.text is not None and not can_read_words():
             structlog.get_logger().warning(
                 "words are not searched: the package tokenizers is missing",
@@ -136,22 +140,33 @@ class Bundles:
                     found |= {manifest.precision} if manifest.bundle_id == bundle_id else set()
         return found
 
-    def folder(self, bundle_id: str) -> Path:
-        """The folder of a bundle. Raises: BundleNotFoundError naming the known bundles."""
-        known = known_bundles(self._state, self._primary)
-        if bundle_id not in known:
-            ids = [other[:SHORT] for other in known]
-            if self._embedder is not None:
-                ids.append(self._embedder.bundle_id[:SHORT])
-            raise BundleNotFoundError(
-                mismatch(
-                    bundle_id,
-                    f"The bundle {bundle_id[:SHORT]} is unknown to this service. Known are: "
-                    f"{', '.join(ids) or 'none'}. Set its folder with --bundle, or put it into "
-                    "the folder bundles of --state.",
+    def bundle(self, bundle_id: str) -> Bundle:
+        """The bundle to serve for an id. Of several in the state folder a damaged one is passed
+        over. Raises: BundleNotFoundError naming the known bundles; BundleError.
+        """
+        known = [(vectors_id(one), path) for path, one in list_bundles(self._state, self._primary)]
+        folders = [path for name, path in known if name == bundle_id]
+        while len(folders) > 1 and folders[0] != self._primary:
+            try:
+                return Bundle.open(folders[0])
+            except BundleError as error:
+                structlog.get_logger().warning(
+                    "bundle is damaged", detail=str(error), next=str(folders[1])
                 )
+                del folders[0]
+        if folders:
+            return Bundle.open(folders[0])
+        ids = list(dict.fromkeys(name[:SHORT] for name, _ in known if name))
+        if self._embedder is not None:
+            ids.append(self._embedder.bundle_id[:SHORT])
+        raise BundleNotFoundError(
+            mismatch(
+                bundle_id,
+                f"The bundle {bundle_id[:SHORT]} is unknown to this service. Known are: "
+                f"{', '.join(ids) or 'none'}. Set its folder with --bundle, or put it into "
+                "the folder bundles of --state.",
             )
-        return known[bundle_id][0]
+        )
 
 
 def _detecting(embedder: Embedder) -> Bundle | None:

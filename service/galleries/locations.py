@@ -286,21 +286,39 @@ def session_of(settings: Settings) -> SessionSettings:
     )
 
 
+def list_bundles(state: Path | None, bundle: Path | None) -> list[tuple[Path, dict[str, str]]]:
+    """Each folder of bundles of the state folder, whatever its name, and the one of the settings,
+    with its unchecked manifest. Of bundles with one id the one to serve comes first.
+
+    They differ in attached files alone. The one of the settings comes first, then those with such
+    files, then the one whose manifest was written last.
+    """
+    folders = [] if state is None else sorted(state.glob("bundles/*"), reverse=True)
+    folders = [folder for folder in folders if folder.is_dir() and not is_stage(folder)]
+    if bundle is not None:
+        folders = [bundle, *(folder for folder in folders if folder != bundle)]
+    found = [(folder, manifest_of(folder)) for folder in folders]
+
+    def rank(pair: tuple[Path, dict[str, str]]) -> tuple[bool, bool, float]:
+        folder, manifest = pair
+        return folder == bundle, "base_id" in manifest, _written_at(folder / MANIFEST)
+
+    return sorted(found, key=rank, reverse=True)
+
+
 def known_bundles(
     state: Path | None, bundle: Path | None
 ) -> dict[str, tuple[Path, dict[str, str]]]:
-    """The folder and the unchecked manifest of each bundle that can be opened, by its id: all
-    bundles of the state folder, whatever the names of their folders, and the one of the settings.
-
-    Bundles with the same id differ in attached files alone. The one of the settings comes first,
-    then one with such files.
-    """
-    folders = [] if state is None else sorted(state.glob("bundles/*"))
-    if bundle is not None:
-        folders.append(bundle)
-    found = [(folder, manifest_of(folder)) for folder in folders if not is_stage(folder)]
-    found.sort(key=lambda pair: (pair[0] == bundle, "base_id" in pair[1]))
+    """The folder and the unchecked manifest of the bundle to serve for each id."""
+    found = reversed(list_bundles(state, bundle))
     return {name: (folder, one) for folder, one in found if (name := vectors_id(one))}
+
+
+def _written_at(file: Path) -> float:
+    try:
+        return file.stat().st_mtime
+    except OSError:  # it has just been removed
+        return 0.0
 
 
 def vectors_id(manifest: Mapping[str, str]) -> str | None:

@@ -28,7 +28,12 @@ from kinlens.environment import child_environment
 from kinlens.indexer.galleries import current_manifest
 from kinlens.models import JobLog, JobOptions
 from kinlens.service.concurrency import begin_in_thread, too_late
-from kinlens.service.galleries.locations import Locations, known_bundles
+from kinlens.service.galleries.locations import (
+    Locations,
+    known_bundles,
+    list_bundles,
+    vectors_id,
+)
 from kinlens.service.jobs.params import Params, Plan, SwapParams, options_of, params_of, plan_of
 from kinlens.service.jobs.store import JOBS_FILE, RESUMABLE, Job, JobFolders, JobStore, reason_of
 from kinlens.service.settings import Settings
@@ -319,8 +324,9 @@ def _drop_bundles(state: Path, settings: Settings, now: datetime) -> None:
     except KinlensError:
         return
     used |= known_bundles(None, settings.bundle).keys()
-    for bundle_id, (folder, _) in known_bundles(state, None).items():
+    for folder, manifest in list_bundles(state, None):
+        bundle_id = vectors_id(manifest)
         if bundle_id in used:
             os.utime(folder)
-        elif now.timestamp() - folder.stat().st_ctime > KEPT.total_seconds():
+        elif bundle_id and now.timestamp() - folder.stat().st_ctime > KEPT.total_seconds():
             discard(folder)

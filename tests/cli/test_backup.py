@@ -19,14 +19,15 @@ from typer.testing import CliRunner, Result
 
 from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.durable import set_fault_hook
-from kinlens.embedder.errors import KinlensError
+from kinlens.embedder.errors import BundleCorruptError, KinlensError
 from kinlens.indexer.galleries import current_generation
 from kinlens.indexer.gallery import Gallery
 from kinlens.service.backups import folder as backups
 from kinlens.service.commands.program import app
 from kinlens.service.settings import Settings
+from tests.support.detectors import with_detector
 from tests.support.own_process import own_process
-from tests.support.seams import FeedbackStore, JobStore, KeyStore
+from tests.support.seams import Bundles, FeedbackStore, JobStore, KeyStore
 from tests.support.servers import render
 from tests.support.shops import sha256, start_shop
 from tests.support.waiting import repeating
@@ -203,6 +204,45 @@ def test_parts_stored_elsewhere_are_named_with_the_way_to_save_them(host) -> Non
     assert any("kinlens-index export milvus://127.0.0.1:1/far" in text for text in found)
     assert any(f"shared images far={host}" in text for text in found)
     assert any("copy, a copy of file:///elsewhere/shop" in text for text in found)
+
+
+def test_all_bundles_with_one_id_are_restored_and_the_same_one_is_served(
+    tiny_bundle, tmp_path
+) -> None:
+    """A detector replaces an older one, whatever the names of their folders."""
+    state = tmp_path / "state"
+    new = with_detector(tiny_bundle, tmp_path / "new")
+    old = with_detector(tiny_bundle, tmp_path / "old", layout="yolo")
+    os.utime(old.path / "manifest.json", (1, 1))
+    shutil.copytree(new.path, state / "bundles" / "a")
+    shutil.copytree(old.path, state / "bundles" / "b")
+    damaged = Path(shutil.copytree(tiny_bundle.path, state / "bundles" / "c"))
+    (damaged / "model.onnx").write_bytes(b"")
+    for given in (tiny_bundle.path, None):
+        settings = Settings(state=state, bundle=given)
+        saved = backups.back_up(settings, tmp_path / f"saved {given is None}", lambda _: None)
+        [note] = [text for text in saved.not_contained if str(damaged) in text]
+        assert "the file is damaged" in note
+        plain = [] if given is None else [tiny_bundle.manifest.bundle_id]
+        ids = [*plain, new.manifest.bundle_id, old.manifest.bundle_id]
+        assert [bundle.bundle_id for bundle in saved.bundles] == ids
+        assert [one.bundle_id for one in saved.bundles if one.primary] == plain
+        to = tmp_path / f"restored {given is None}"
+        backups.restore(tmp_path / f"saved {given is None}", to, lambda _: None)
+        opened = [Bundle.open(path).manifest.bundle_id for path in (to / "bundles").iterdir()]
+        assert sorted(opened) == sorted(ids)
+        for folder in (state, to):
+            served = Bundles(Settings(state=folder)).bundle(tiny_bundle.bundle_id)
+            assert served.manifest == new.manifest
+    newest = state / "bundles" / "a"
+    (newest / "boxes.onnx").write_bytes(b"")
+    served = Bundles(Settings(state=state)).bundle(tiny_bundle.bundle_id)
+    assert served.manifest == old.manifest, "a damaged one is passed over"
+    named = Settings(state=state, bundle=newest)
+    with pytest.raises(BundleCorruptError):
+        Bundles(named).bundle(tiny_bundle.bundle_id)
+    with pytest.raises(BundleCorruptError):
+        backups.back_up(named, tmp_path / "never", lambda _: None)
 
 
 @pytest.mark.parametrize(

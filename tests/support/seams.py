@@ -39,6 +39,7 @@ from kinlens.service.encoding.cache import LruCache
 from kinlens.service.encoding.fork_server import ForkServer
 from kinlens.service.encoding.model import Batcher
 from kinlens.service.encoding.workers import Workers
+from kinlens.service.galleries.bundles import Bundles
 from kinlens.service.galleries.feedback import FeedbackStore, Question
 from kinlens.service.galleries.locations import known_bundles
 from kinlens.service.galleries.uploads import SharedUploads, UploadFolder

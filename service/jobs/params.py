@@ -37,7 +37,9 @@ from kinlens.service.galleries.locations import (
     GalleryLocation,
     Locations,
     known_bundles,
+    list_bundles,
     session_of,
+    vectors_id,
 )
 from kinlens.service.settings import START_WORDS, Settings, split_gallery
 
@@ -288,7 +290,10 @@ def options_of(settings: Settings) -> JobOptions:
 def _newest(manifests: Iterable[Mapping[str, Any]]) -> list[BundleModel]:
     """The bundles of these manifests, newest first."""
     names = BundleModel.model_fields
-    bundles = [BundleModel(**{name: one.get(name, "") for name in names}) for one in manifests]
+    bundles = [
+        BundleModel(**{name: one.get(name, "") for name in names} | {"bundle_id": vectors_id(one)})
+        for one in manifests
+    ]
     return sorted(bundles, key=lambda bundle: bundle.created_at, reverse=True)
 
 
@@ -340,14 +345,17 @@ def _location_of(name: str, settings: Settings) -> GalleryLocation:
 
 
 def _bundle_folder(bundle_id: str, settings: Settings) -> Path:
-    """The folder of a known bundle, by its id or its first 12 or more digits.
-
-    Raises: InvalidParameterError.
+    """The folder of a known bundle, by its id, that of its manifest, or the first 12 or more digits
+    of one. Raises: InvalidParameterError.
     """
     known = known_bundles(settings.state, settings.bundle)
-    fitting = [folder for other, (folder, _) in known.items() if other.startswith(bundle_id)]
+    fitting = {
+        vectors_id(one): folder
+        for folder, one in reversed(list_bundles(settings.state, settings.bundle))
+        if any(one.get(name, "").startswith(bundle_id) for name in ("base_id", "bundle_id"))
+    }
     if len(fitting) == 1:
-        return fitting[0].resolve()
+        return fitting.popitem()[1].resolve()
     raise InvalidParameterError(
         f"bundle_id = {bundle_id[:SHORT]} is unknown. Known are: "
         f"{', '.join(other[:SHORT] for other in known) or 'none'}. Put the bundle into the folder "

@@ -22,6 +22,7 @@ from kinlens.indexer.ingest.sources import csv_source
 from kinlens.models import JobModel
 from kinlens.service.jobs import params
 from kinlens.service.settings import Settings
+from tests.support.detectors import with_detector
 from tests.support.job_shops import JobShop, processes_of
 from tests.support.seams import store_bundle
 from tests.support.servers import Running, create_app, run
@@ -137,6 +138,20 @@ def test_options_of_jobs_are_listed_by_name_alone(shop, tmp_path) -> None:
     assert sorted(ids) == sorted({shop.old.bundle_id, shop.new.bundle_id})
     assert found["bundles"][0]["backbone"] == shop.new.manifest.backbone
     assert str(tmp_path) not in answer.text
+
+
+def test_a_rebuild_takes_the_ids_of_a_bundle_with_a_detector(shop, tmp_path) -> None:
+    """That of galleries, which the options have, and that of its manifest."""
+    made = with_detector(shop.new, tmp_path / "made")
+    stored = tmp_path / "state" / "bundles" / "stored"
+    shutil.copytree(made.path, stored)
+    changes = {"state": tmp_path / "state", "galleries": (f"shop={shop.path}",)}
+    settings = shop.settings.model_copy(update=changes)
+    ids = {bundle.bundle_id for bundle in params.options_of(settings).bundles}
+    assert ids == {shop.old.bundle_id, shop.new.bundle_id}
+    for bundle_id in (shop.new.bundle_id, made.manifest.bundle_id[:16]):
+        chosen = params.params_of("rebuild", {"bundle_id": bundle_id})
+        assert params.plan_of(chosen, "shop", settings).bundle == stored
 
 
 @pytest.mark.parametrize(

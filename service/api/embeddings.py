@@ -42,6 +42,7 @@ from kinlens.service.problems import MEDIA_TYPE, UNKNOWN_MODEL, RefusedError
 from kinlens.service.runtime import Runtime
 from kinlens.service.settings import Settings
 
+_ENCODED = 40  # characters without a space: no word is as long, but a line of an encoded file
 _FORMS = "Send the content of an image file as base64 or as a data: URL"
 _INPUT_SCHEMA: dict[str, Any] = {
     "anyOf": [
@@ -101,11 +102,16 @@ def _image_or_text(text: str) -> bytes | str:
     """The image file in `text`; the text itself if that is neither a data: URL nor an image."""
     if is_data_url(text):
         return base64_content(text)
+    lines = text.split()  # some programs break the lines of base64
     try:
-        content = base64_content(text)
+        content = base64_content("".join(lines))
     except PydanticCustomError:
-        return text
-    return content if format_of(content) else text
+        content = b""
+    if format_of(content):
+        return content
+    if "://" in text or max(map(len, lines), default=0) >= _ENCODED:
+        raise PydanticCustomError("input", f"input is a link, or a file but no image. {_FORMS}.")
+    return text
 
 
 class EmbeddingRequest(Strict):

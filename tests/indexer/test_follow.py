@@ -16,7 +16,7 @@ from kinlens.indexer.index.plan import IndexSettings
 from kinlens.indexer.types import Entry, SearchOptions
 from tests.indexer.conftest import flipped, generation_of, rows_of, segment_of
 from tests.indexer.oracle import BUNDLE, clumped, units
-from tests.support.seams import recall_at
+from tests.support.recall import recall_at
 from tests.support.waiting import until
 
 N, DIM = 3000, 32

@@ -80,7 +80,7 @@ def test_what_the_file_says_can_be_replaced(tiny_bundle: Bundle, tmp_path: Path)
         ({}, ["--layout", "ssd"], "--layout ssd is not one of auto, torchvision, centernet"),
         ({}, ["--size", "64"], "--size 64 is not the size of the detector's input, 32 x 32 px"),
         ({"open_size": True}, [], "has no fixed size. Give the side"),
-        ({"open_size": True}, ["--size", "4096"], "width_px.*2048"),
+        ({"open_size": True}, ["--size", "4096"], "width_px.*2,048"),
         ({}, ["--scale", "2"], "--scale 2 is not 1 or 255"),
         ({}, ["--threshold", "2"], "threshold"),
         ({}, ["--std", "0", "1", "1"], "std"),

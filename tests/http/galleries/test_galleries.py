@@ -39,7 +39,7 @@ def made(folder: Path, bundle: Bundle, precision: str) -> str:
 
 FACTS = (
     *("name", "version", "generation", "bundle_id", "precision", "size", "dim", "created_at"),
-    *("managed", "writable", "has_map", "has_boxes", "product_url"),
+    *("managed", "writable", "has_map", "has_boxes", "has_words", "product_url"),
 )
 
 

@@ -171,8 +171,13 @@ def test_texts_and_images_are_embedded_in_one_request(service: Running, words: B
     embedder = OnnxEmbedder.open(words)
     assert text == pytest.approx(TextEncoder.open(words).embed([GREEN])[0], abs=1e-5)
     assert image == pytest.approx(embedder.embed(embedder.preprocess(PHOTO)[None])[0], abs=1e-3)
-    refused = service.client.post("/v1/embeddings", json={"input": " "})
-    assert_problem(refused, 422, "invalid-parameter")
+    broken = base64.encodebytes(PHOTO).decode()
+    lines = service.client.post("/v1/embeddings", json={"input": broken}).json()
+    assert lines["data"][0]["embedding"] == answer["data"][1]["embedding"]
+    pdf = base64_of(b"%PDF-1.7 " + bytes(60))
+    for wrong in (" ", "https://x.example/a.png", "file:///etc/passwd", pdf):
+        refused = service.client.post("/v1/embeddings", json={"input": wrong})
+        assert_problem(refused, 422, "invalid-parameter")
 
 
 def test_a_gallery_of_short_vectors_is_searched_with_words_and_images(

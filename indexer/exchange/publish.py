@@ -33,6 +33,7 @@ from kinlens.embedder.errors import (
     GalleryConflictError,
     GalleryCorruptError,
     GalleryError,
+    ItemNotFoundError,
     KinlensError,
     UnreachableError,
 )
@@ -370,7 +371,12 @@ class _Publication:
         return max(ids, default=after)
 
     def _image_of(self, item: Item) -> bytes:
-        """The image of an item. Raises: OSError, SourceError, ImageTooManyBytesError."""
+        """The image of an item.
+
+        Raises: ItemNotFoundError if it has none, OSError, SourceError, ImageTooManyBytesError.
+        """
+        if not item.has_image:  # a file that is not deleted yet may have its sha256
+            raise ItemNotFoundError(f"Item {item.key!r:.200} has no image.")
         uploaded = self._folder.path / UPLOADS / item.sha256[:2] / item.sha256
         if not item.path or uploaded.is_file():
             return uploaded.read_bytes()

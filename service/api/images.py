@@ -8,6 +8,7 @@ from fastapi import APIRouter, Query, Request, Response
 from pydantic import BeforeValidator
 
 from kinlens.embedder import errors
+from kinlens.embedder.types import ItemId
 from kinlens.indexer.images import ImageAddress, is_shown, item_bytes, shown
 from kinlens.indexer.types import Item
 from kinlens.service.api.galleries import FAILURES, ITEM_PATHS, Generation, ItemRef, Service
@@ -68,8 +69,10 @@ for _path, _by, _item in ITEM_PATHS:
             # not ask again.
             is_fixed = generation is not None and ref.generation is None and size is not None
             headers = {"ETag": etag, "Cache-Control": KEPT if is_fixed else "private, no-cache"}
-            # Raises if the item was removed.
-            item = await runtime.read("the image", lambda: gallery.item(ref.id), served=served)
+            # Before an answer from a cache: the image may be gone.
+            item = await runtime.read(
+                "the image", lambda: shown_item(served, ref.id), served=served
+            )
             if etag in request.headers.get("if-none-match", ""):
                 return Response(status_code=304, headers=headers)
             try:
@@ -100,6 +103,19 @@ async def _image(
         f"{served.name}/{served.gallery.generation}-{item.id}"  # copied folders share a generation
     )
     return await runtime.renditions.get(key, read, size), "image/jpeg"
+
+
+def shown_item(served: Served, item_id: ItemId) -> Item:
+    """An item that has an image. A file with its sha256 may exist without it: it is deleted later,
+    or not at all where it was published. Raises: ItemNotFoundError, GalleryError.
+    """
+    item = served.gallery.item(item_id)
+    if not item.has_image:
+        raise errors.ItemNotFoundError(
+            f"Item {item.key!r:.200} has no image: it was added as a vector, or its image was not "
+            "kept. Put the item again with its image."
+        )
+    return item
 
 
 def original(runtime: Runtime, served: Served, item: Item) -> bytes:

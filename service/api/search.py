@@ -26,7 +26,7 @@ from kinlens.service.api.galleries import (
     ItemRef,
     Service,
 )
-from kinlens.service.api.images import original
+from kinlens.service.api.images import original, shown_item
 from kinlens.service.api.requests import SearchFields, SearchRequest, Strict
 from kinlens.service.encoding.model import View
 from kinlens.service.galleries.feedback import FeedbackStore, Question
@@ -323,7 +323,7 @@ async def _explained(
         served.check_generation(ref.generation)
 
         def read() -> tuple[str, bytes]:
-            item = served.gallery.item(ref.id)
+            item = shown_item(served, ref.id)
             return item.key, original(runtime, served, item)
 
         key, image = await runtime.read("the image", read, served=served)

@@ -223,8 +223,8 @@ def _intact(sha256: str, data: bytes) -> bytes:
 
 def _missing() -> ImageMissingError:
     return ImageMissingError(
-        "The image of this item is not stored here: the item was added as a vector or has been "
-        "removed. Put the item again with its image."
+        "The image of this item is not stored here: it has been removed. Put the item again with "
+        "its image."
     )
 
 

@@ -48,6 +48,7 @@ def test_a_vector_is_put_found_read_and_sent_back(shop, data, vectors, model) ->
     assert (hits[0]["key"], hits[0]["score"]) == ("v/1", pytest.approx(1, abs=1e-5))
     image = shop.client.get(hits[0]["image"])
     assert "added as a vector" in assert_problem(image, 404, "unknown-item")["detail"]
+    assert shop.running.metric("kinlens_missing_images_total", gallery=shop.name) == 0
     for path in (f"{shop.url}/items/{hits[0]['id']}", f"{shop.url}/items/by-key/v/1"):
         read = shop.client.get(f"{path}/vector").json()
         assert read["vector"] == pytest.approx(sent(vectors[1]), abs=1e-7)

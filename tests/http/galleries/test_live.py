@@ -21,7 +21,7 @@ from kinlens.service.settings import Settings
 from tests.support.own_process import ROOT
 from tests.support.seams import publish
 from tests.support.servers import DEFAULTS, Running, create_app, run
-from tests.support.shops import Shop, base64_of, start_shop
+from tests.support.shops import Shop, assert_problem, base64_of, start_shop
 from tests.support.waiting import repeating, until
 from tests.tiny import encoded, photo
 
@@ -224,6 +224,35 @@ def test_an_image_that_is_kept_later_reaches_followers(shop, address, follow, tm
         until(lambda: version(follower.url) == made.gallery()["version"])
         item = follower.client.get("/galleries/shop/items/by-key/new").json()
         assert follower.client.get(item["image"]).content == image
+
+
+def test_an_image_that_is_not_kept_any_more_is_shown_nowhere(
+    shop, address, follow, tmp_path
+) -> None:
+    image = encoded(photo(50))
+    made = start_shop(tmp_path / "state", create=False, galleries=(f"shop={shop}",))
+    with closing(made.running):
+        put_json(made, image, keep=True)
+        publish(shop, address, with_images=True)
+        follower = follow()
+        clients, tags = (made.client, follower.client), []
+        link = made.link("new")
+        for client in clients:
+            for url in (link, f"{link}&size=160"):
+                answer = client.get(url)
+                assert answer.status_code == 200, answer.text
+                tags.append(answer.headers["etag"])
+        put_json(made, image, keep=False)
+        publish(shop, address)
+        until(lambda: version(follower.url) == made.gallery()["version"])
+        known = {"If-None-Match": ", ".join(tags)}
+        for client in (*clients, follow("another").client):
+            for url in (link, f"{link}&size=160"):
+                for headers in ({}, known):
+                    answer = client.get(url, headers=headers)
+                    assert "not kept" in assert_problem(answer, 404, "unknown-item")["detail"]
+        report = publish(shop, f"{address}-later", with_images=True)
+        assert (report.pictures, report.missing_pictures) == (ITEMS, 1)
 
 
 def put_json(shop: Shop, image: bytes, keep: bool) -> None:

@@ -46,6 +46,7 @@ def test_an_image_that_is_not_kept_is_found_and_nowhere_stored(shop, data) -> No
     assert "has_image" not in shop.client.get(f"{shop.url}/items/by-key/kept").json()
     for size in ("", "&size=160"):
         assert_problem(shop.client.get(item["image"] + size), 404, "unknown-item")
+    assert shop.running.metric("kinlens_missing_images_total", gallery=shop.name) == 0
     similar = shop.client.get(f"{shop.url}/items/by-key/a/1/similar").json()
     assert {hit["key"] for hit in similar["hits"]} == {"kept", "a/2"}
 

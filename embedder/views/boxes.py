@@ -66,7 +66,9 @@ class Network:
     """
 
     def __init__(self, file: Path | bytes) -> None:
-        """Raises: BundleCorruptError if it cannot be loaded or takes no image."""
+        """Raises: BundleCorruptError if it cannot be loaded, takes no image, or has an output that
+        is not a tensor.
+        """
         self._session = create_session(file, SessionSettings())
         inputs = self._session.get_inputs()
         shape: list[Any] = inputs[0].shape
@@ -83,7 +85,13 @@ class Network:
         self.size = _known(width), _known(height)
         self.pixels: Any = _PIXELS[inputs[0].type]
         self._input = str(inputs[0].name)
-        self._names = [str(one.name) for one in self._session.get_outputs()]
+        outputs = self._session.get_outputs()
+        if others := [one for one in outputs if not one.type.startswith("tensor(")]:
+            raise BundleCorruptError(
+                f"The output {others[0].name} of the detector is {others[0].type}; all must be "
+                "tensors. Remove it from the file, or export the detector without it."
+            )
+        self._names = [str(one.name) for one in outputs]
         self.metadata: Mapping[str, str] = self._session.get_modelmeta().custom_metadata_map
 
     def run(self, image: NDArray[Any]) -> Outputs:

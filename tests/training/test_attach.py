@@ -124,6 +124,17 @@ def test_a_detector_must_be_one_file_that_takes_one_image(
     refused(tiny_bundle, file, r"takes images .*, shape .*; it must take one RGB image")
 
 
+def test_outputs_of_a_detector_must_be_tensors(tiny_bundle: Bundle, tmp_path: Path) -> None:
+    file = write_detector(tmp_path / "boxes.onnx")
+    model = onnx.load(file)
+    model.graph.node.append(helper.make_node("SequenceConstruct", ["scores"], ["all"]))
+    shape = helper.make_tensor_type_proto(TensorProto.FLOAT, None)
+    kind = helper.make_sequence_type_proto(shape)
+    model.graph.output.append(helper.make_value_info("all", kind))
+    onnx.save(model, file)
+    refused(tiny_bundle, file, r"output all of the detector is seq\(tensor\(float\)\)")
+
+
 def test_a_detector_without_evidence_needs_its_layout(tiny_bundle: Bundle, tmp_path: Path) -> None:
     file = tmp_path / "boxes.onnx"
     write_detector(file, "torchvision", copies=1)

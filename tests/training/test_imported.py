@@ -285,6 +285,11 @@ def refused(model: Path, out: Path, message: str, *words: object) -> None:
             id="whole numbers",
         ),
         pytest.param(
+            {"tail": [*vectors("x"), node("SequenceConstruct", "x", "out")]},
+            "is a sequence or a map",
+            id="a sequence",
+        ),
+        pytest.param(
             {
                 "tail": [*vectors("x"), node("ReduceMean", "x one", "out", keepdims=0)],
                 "constants": {"one": np.array([1])},

@@ -156,6 +156,11 @@ class _Network:
                 f"{self.path} does not run on images of {self.reading.size_px} px: "
                 f"{reason_of(error)}. Check --size, or export the model again."
             ) from error
+        if not all(isinstance(x, np.ndarray) for x in found):
+            raise ExportError(
+                f"The output {self.output!r} of {self.path} is a sequence or a map, but an "
+                "embedding is a tensor. Pass another --output."
+            )
         shapes = sorted({x.shape for x in found}, key=str)
         if len(shapes) > 1:
             raise ExportError(

@@ -309,7 +309,8 @@ def _drafts(served: Served, items: Sequence[NewItem]) -> list[_Draft]:
             seen.add(key)
     stored = gallery.vectors_of_contents([draft.sha256 for draft in drafts if draft.sha256])
     for draft in drafts:
-        if draft.vector is None:
+        # The content of an item without an image may be its vector, whose bytes are no image.
+        if draft.vector is None and len(draft.item.data) != 4 * gallery.dim:
             draft.vector = stored.get(draft.sha256)
     is_new = any(draft.sha256 not in stored and draft.error is None for draft in drafts)
     if is_new and isinstance(gallery, IndexedGallery):

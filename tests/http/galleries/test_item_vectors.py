@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from kinlens.client import Client, NewItem
 from kinlens.embedder.fake import FakeEmbedder
@@ -19,6 +20,7 @@ from tests.support.shops import (
     sha256,
     start_shop,
 )
+from tests.tiny import encoded
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +67,19 @@ def test_a_vector_and_an_image_replace_each_other(shop, data, vectors) -> None:
     [result] = shop.put_json([{"key": "k", "data": base64_of(data[2])}]).json()["items"]
     assert result["status"] == "replaced"
     assert shop.compacted() == {sha256(data[2])}
+
+
+def test_the_bytes_of_a_stored_vector_are_no_image(shop, vectors) -> None:
+    numbers = vectors[0].astype("<f4").tobytes()
+    shop.put_json([{"key": "v", "vector": sent(vectors[0])}]).raise_for_status()
+    photo = encoded(Image.new("RGB", (1, 1)), "PNG").ljust(len(numbers), b"\0")
+    assert len(photo) == len(numbers)
+    items = [{"key": "n", "data": base64_of(numbers)}, {"key": "p", "data": base64_of(photo)}]
+    for status in ("added", "unchanged"):
+        refused, stored = shop.put_json(items).json()["items"]
+        assert (refused["status"], stored["status"]) == ("failed", status)
+        assert "unsupported-format" in refused["problem"]["type"]
+    assert shop.photos() == {sha256(photo)}
 
 
 def test_a_bad_vector_only_fails_its_own_item(shop, data, vectors) -> None:

@@ -41,6 +41,7 @@ from kinlens.service.http.server import GRACE_S
 from kinlens.service.settings import Settings
 from tests.support.dockerfiles import ROOT
 from tests.support.proxies import program
+from tests.support.routes import RIGHTS
 from tests.support.servers import free_port
 
 DEPLOY = ROOT / "deploy"
@@ -432,3 +433,10 @@ def test_the_ingress_takes_the_largest_body_and_leaves_out_what_is_for_operators
             assert is_whole or path["path"] != "/", "this passes everything on"
             assert path["path"] not in OPERATORS
         assert {"/", "/search", "/galleries", "/feedback", "/ui"} <= {p["path"] for p in paths}
+        whole = {p["path"] for p in paths if p["pathType"] == "Exact"}
+        prefixes = tuple(p["path"] + "/" for p in paths if p["pathType"] == "Prefix")
+        for route, right in RIGHTS.items():
+            path = route.partition(" ")[2]
+            if right.scope in ("search", "embed") and right.extent == "items":
+                is_passed = path in whole or f"{path}/".startswith(prefixes)
+                assert is_passed or path == "/access", "which the admin page asks"

@@ -123,7 +123,7 @@ class EmbeddingRequest(Strict):
         Field(description="Name or id of a bundle; default: that of the first gallery."),
     ] = None
     encoding_format: Annotated[
-        Literal["float", "base64"],
+        Literal["float", "base64"] | None,
         Field(description="base64: of little-endian float32 numbers."),
     ] = "float"
     dimensions: Annotated[
@@ -277,7 +277,7 @@ async def _embedded(runtime: Runtime, model: Model, inputs: Sequence[bytes | str
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _encoded(vector: Vector, form: Literal["float", "base64"]) -> list[float] | str:
+def _encoded(vector: Vector, form: Literal["float", "base64"] | None) -> list[float] | str:
     if form == "base64":
         return base64.b64encode(encode_vector(vector)).decode()
     numbers: list[float] = np.asarray(vector).tolist()

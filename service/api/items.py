@@ -23,6 +23,7 @@ from pydantic_core import PydanticCustomError
 from kinlens.embedder import errors
 from kinlens.embedder.errors import InvalidParameterError
 from kinlens.embedder.programs.faults import fault_text, path_of, shown
+from kinlens.embedder.sources.names import composed
 from kinlens.indexer.filters.tree import Filter
 from kinlens.indexer.types import Item, SearchOptions, sort_by_of
 from kinlens.models import (
@@ -525,7 +526,8 @@ def _fields(gallery: Gallery, sent: str | None) -> Sequence[str] | None:
 
     Raises: InvalidParameterError, FilterError for an unknown one.
     """
-    names = requests.fields_of(sent)
+    sent_names = requests.fields_of(sent)
+    names = None if sent_names is None else [composed(name) for name in sent_names]
     check_names(gallery, names or (), "return")
     return names
 

@@ -57,6 +57,7 @@ def test_images_are_embedded_in_both_encodings_and_in_order(shop, vectors) -> No
     assert [one["index"] for one in answer["data"]] == [0, 1, 2]
     found = np.array([one["embedding"] for one in answer["data"]])
     assert found == pytest.approx(vectors[:3], abs=1e-6)
+    assert post(shop, {"input": inputs, "encoding_format": None}).json()["data"] == answer["data"]
     response = post(shop, {"input": inputs, "encoding_format": "base64"})
     texts = [one["embedding"] for one in response.json()["data"]]
     packed = np.stack([np.frombuffer(base64.b64decode(text), "<f4") for text in texts])

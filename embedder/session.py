@@ -253,7 +253,7 @@ class BundleFacts:
         self.boxes = manifest.boxes
         self.text = manifest.text
         self.has_words = manifest.text is not None and can_read_words()
-        self._words: TextEncoder | BundleError | None = None
+        self._words: TextEncoder | None = None
         self._words_opening = threading.Lock()
         self._map: Model | None = None
         self._map_opening = threading.Lock()
@@ -300,7 +300,7 @@ class BundleFacts:
         return self._map.run(images)
 
     def words(self) -> TextEncoder:
-        """The text tower, which the first call opens; one that cannot be opened stays so.
+        """The text tower, which the first call opens.
 
         Raises: BundleError, ProviderError.
         """
@@ -308,13 +308,8 @@ class BundleFacts:
             return self._whole.words()
         with self._words_opening:
             if self._words is None:
-                try:
-                    self._words = TextEncoder.open(self.bundle)
-                except BundleError as error:
-                    self._words = error
-        if isinstance(self._words, BundleError):
-            raise self._words
-        return self._words
+                self._words = TextEncoder.open(self.bundle)
+            return self._words
 
     def known_images(self) -> list[bytes]:
         """The golden images as encoded files."""

@@ -4,6 +4,7 @@ import asyncio
 import base64
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -42,7 +43,7 @@ from kinlens.service.problems import MEDIA_TYPE, UNKNOWN_MODEL, RefusedError
 from kinlens.service.runtime import Runtime
 from kinlens.service.settings import Settings
 
-_ENCODED = 40  # characters without a space: no word is as long, but a line of an encoded file
+_ENCODED = re.compile(r"[\w+/=-]{40,}", re.ASCII)  # no word, but a line of an encoded file
 _FORMS = "Send the content of an image file as base64 or as a data: URL"
 _INPUT_SCHEMA: dict[str, Any] = {
     "anyOf": [
@@ -109,7 +110,7 @@ def _image_or_text(text: str) -> bytes | str:
         content = b""
     if format_of(content):
         return content
-    if "://" in text or max(map(len, lines), default=0) >= _ENCODED:
+    if "://" in text or any(map(_ENCODED.fullmatch, lines)):
         raise PydanticCustomError("input", f"input is a link, or a file but no image. {_FORMS}.")
     return text
 

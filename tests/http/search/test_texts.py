@@ -174,6 +174,8 @@ def test_texts_and_images_are_embedded_in_one_request(service: Running, words: B
     broken = base64.encodebytes(PHOTO).decode()
     lines = service.client.post("/v1/embeddings", json={"input": broken}).json()
     assert lines["data"][0]["embedding"] == answer["data"][1]["embedding"]
+    japanese = service.client.post("/v1/embeddings", json={"input": "\u7dd1" * 60})
+    assert japanese.status_code == 200, japanese.text
     pdf = base64_of(b"%PDF-1.7 " + bytes(60))
     for wrong in (" ", "https://x.example/a.png", "file:///etc/passwd", pdf):
         refused = service.client.post("/v1/embeddings", json={"input": wrong})

@@ -224,10 +224,11 @@ class Pipeline:
         stages, search_ms, is_cached = finding, 0.0, results is not None
         if results is None:
             vectors, stages = self._vectors(served, query, cached, known, cancel_token)
+            words = _words(served, query)
             stages = Stages(stages.decode + finding.decode, stages.embed + finding.embed)
             before = time.perf_counter()
             with served.reading(), span("search"):
-                found = find(served, query, vectors, calibrated, self._prior, cancel_token)
+                found = find(served, query, vectors, words, calibrated, self._prior, cancel_token)
             by = _grouped_by(query)
             results = found.encoded(
                 served.name, gallery.generation, by, query.fields, self._image_url
@@ -339,11 +340,13 @@ def find(
     served: Served,
     query: Query,
     vectors: Sequence[Vector],
+    words: Embeddings,
     calibrated: Calibrated | str,
     prior: float,
     cancel_token: CancelToken,
 ) -> Found:
-    """The hits or groups of `query` with their probabilities; `vectors` belong to its views.
+    """The hits or groups of `query` with their probabilities; `vectors` belong to its views, and
+    `words` (M, D) to its texts.
 
     Raises: GalleryError, ItemNotFoundError, InvalidParameterError, FilterError.
     """
@@ -351,7 +354,7 @@ def find(
     gallery = served.gallery
     if query.fields:
         check_names(gallery, query.fields, "return")
-    targets, exclude, positives = _targets(served, query, vectors)
+    targets, exclude, positives = _targets(served, query, vectors, words)
     options = SearchOptions(
         where=query.where,
         min_score=query.min_score,
@@ -467,8 +470,17 @@ def _tower(served: Served) -> TextTower:
     return model.embedder.text
 
 
+def _words(served: Served, query: Query) -> Embeddings:
+    """The vectors (M, D) of the texts of a query. The first ones wait for the text tower, which is
+    no reading of the gallery.
+    """
+    if not query.texts:
+        return np.empty((0, 0), np.float32)
+    return served.model.embedder.words().embed([text for text, _ in query.texts])
+
+
 def _targets(
-    served: Served, query: Query, vectors: Sequence[Vector]
+    served: Served, query: Query, vectors: Sequence[Vector], words: Embeddings
 ) -> tuple[Embeddings, frozenset[int], Sequence[Item]]:
     """The query vector (1, D), or (V, D) for `best_view`; the ids of items to exclude from the
     results; the liked items.
@@ -482,9 +494,7 @@ def _targets(
             f"texts cannot be combined with items in a gallery of the first {model.dim:,} numbers "
             "of each vector; send an image of the item, or omit texts."
         )
-    encoder = model.embedder.words()
-    texts, weights = zip(*query.texts, strict=True)
-    words = encoder.embed(texts)
+    encoder, weights = model.embedder.words(), [weight for _, weight in query.texts]
     if not (query.views or has_likes):
         alone = first_numbers(encoder.joined(None, words, weights), model.dim)
         return _liked(served, query, list(alone), [1.0])

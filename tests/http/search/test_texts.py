@@ -24,6 +24,7 @@ from kinlens.indexer.ingest.sources import folder_source
 from kinlens.service.settings import Settings
 from tests.support.servers import DEFAULTS, Running, create_app, run, settings_of
 from tests.support.shops import assert_problem
+from tests.support.waiting import until
 from tests.support.words import with_tower
 from tests.tiny import TINY_DIM, encoded, photo
 
@@ -218,6 +219,26 @@ def test_the_missing_package_is_named(
         assert_problem(answer, 503, "search-unavailable")
         assert "pip install 'kinlens[text]'" in answer.text
         assert service.client.get("/galleries/shop").json()["has_words"] is False
+
+
+def test_a_gallery_answers_photos_while_the_text_tower_is_opened(
+    words: Bundle, tiny_settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, opens = threading.Event(), session.TextEncoder.open
+
+    def waits(bundle: Bundle) -> TextEncoder:
+        opened.wait()
+        return opens(bundle)
+
+    monkeypatch.setattr(session.TextEncoder, "open", waits)
+    own = {"bundle": words.path, "request_timeout_ms": 500}
+    with closing(run(create_app(settings_of(**DEFAULTS | tiny_settings | own)))) as service:
+        try:
+            late = service.client.post("/search", json={"texts": [GREEN]})
+            assert_problem(late, 503, "deadline-exceeded")
+            until(lambda: service.search(PHOTO).status_code == 200)
+        finally:
+            opened.set()
 
 
 def test_texts_count_in_the_limit_of_a_batch(service: Running) -> None:

@@ -142,10 +142,13 @@ class SnapshotKeeper:
         current = self._snapshot
         if current is not None and state.is_before(current.state):
             return None
-        if current is None or (current.base != state.base and not self._can_keep(current, state)):
+        is_needed = current is None or (
+            current.base != state.base and not self._can_keep(current, state)
+        )
+        if is_needed and not self._has_next(state):
             with self._refreshing:  # another thread may be opening it
                 pass
-            if self._next is None or self._next.base != state.base:
+            if not self._has_next(state):
                 self._next = Snapshot.load(view, state, self._opened(state))
         following = self._next
         if following is not None and following.base == state.base:
@@ -162,6 +165,10 @@ class SnapshotKeeper:
         self._check_size(current)
         self._snapshot = current
         return current
+
+    def _has_next(self, state: State) -> bool:
+        """Whether the segment of this state is open, but no search has used it yet."""
+        return self._next is not None and self._next.base == state.base
 
     def _check_size(self, snapshot: Snapshot) -> None:
         if snapshot.size != snapshot.state.size:

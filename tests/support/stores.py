@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.waiting import until
+
 HUGE = 2**30
 
 
@@ -79,8 +81,19 @@ class S3Store(Store):
         self._server.stop()
 
     def come_back(self) -> None:
+        until(self._is_free)  # otherwise the server would wait for ever
         self._server = self._make_server()
         self._server.start()
+
+    def _is_free(self) -> bool:
+        """Whether no connection of another program has taken the port meanwhile."""
+        with socket.socket() as tried:
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                tried.bind(("127.0.0.1", self._port))
+            except OSError:
+                return False
+        return True
 
     def close(self) -> None:
         self._server.stop()

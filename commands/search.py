@@ -27,7 +27,6 @@ from kinlens.embedder.preprocess import Box, check_box, decode
 from kinlens.embedder.session import Embedder, fitted, read_pixels
 from kinlens.embedder.types import Embeddings, Hit, first_numbers
 from kinlens.embedder.views.boxes import auto_parts
-from kinlens.embedder.views.text import TextEncoder
 from kinlens.embedder.views.windows import windows
 from kinlens.indexer.filters.text import parse_filter
 from kinlens.indexer.gallery import Gallery
@@ -209,7 +208,7 @@ def search(
             images = None
             if image:
                 images, boxes = _of_image(whole, bundle, image, boxes, is_auto)
-            queries = first_numbers(_with_words(bundle, images, texts), store.dim)
+            queries = first_numbers(_with_words(whole, images, texts), store.dim)
         else:
             queries = read_vectors(vector or Path()).astype(np.float32)
         names = facets.split(",") if facets else []
@@ -311,23 +310,22 @@ def _of_image(
     embedder: Embedder, bundle: Path, image: Path, boxes: list[Box | None], is_auto: bool
 ) -> tuple[Embeddings, list[Box | None]]:
     """A query for each part of an image, and the parts."""
-    data, pixels = read_pixels(image, embedder, boxes)
-    if is_auto:
+    if is_auto and embedder.boxes:
+        data, _ = read_pixels(image, embedder)  # which names the file of a damaged image
+        boxes = auto_parts(Bundle.open(bundle), data, embedder.limits)
+    elif is_auto:
         boxes = [None, *windows()[1:]]
-        if embedder.boxes:
-            boxes = auto_parts(Bundle.open(bundle), data, embedder.limits)
-        pixels = read_pixels(image, embedder, boxes)[1]
-    return embedder.embed(pixels), boxes
+    return embedder.embed(read_pixels(image, embedder, boxes)[1]), boxes
 
 
 def _with_words(
-    bundle: Path, images: Embeddings | None, texts: Sequence[tuple[str, float]]
+    embedder: Embedder, images: Embeddings | None, texts: Sequence[tuple[str, float]]
 ) -> Embeddings:
     """The queries of images, moved by words with their weights; or that of words alone."""
     if images is not None and not texts:
         return images
     words, weights = zip(*texts, strict=True)
-    encoder = TextEncoder.open(Bundle.open(bundle))
+    encoder = embedder.words()
     return encoder.joined(images, encoder.embed(words), weights)
 
 

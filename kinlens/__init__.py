@@ -18,10 +18,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from kinlens.environment import refuse_telemetry
+from kinlens.installs import missing_package
 
 if TYPE_CHECKING:
     from kinlens.client import AsyncClient, Client
-    from kinlens.local import load_bundle, open_gallery
+    from kinlens.library.bundles import load_bundle
+    from kinlens.library.galleries import open_gallery
 
 __all__ = ["AsyncClient", "Client", "__version__", "load_bundle", "open_gallery"]
 
@@ -29,21 +31,37 @@ __version__ = "0.2.0"
 
 refuse_telemetry()
 
-_MODULES = {
-    "AsyncClient": "kinlens.client",
-    "Client": "kinlens.client",
-    "load_bundle": "kinlens.local",
-    "open_gallery": "kinlens.local",
+_CLIENT = {"AsyncClient": "kinlens.client", "Client": "kinlens.client"}
+_ENGINES = ("cpu", "gpu")
+_LIBRARY = {
+    "load_bundle": ("kinlens.library.bundles", _ENGINES),
+    "open_gallery": ("kinlens.library.galleries", _ENGINES),
 }
+"""The module of a name, and the extras that bring what it imports; any one of them is enough."""
 _SUBMODULES = ("client", "errors", "models")
 
 
 def __getattr__(name: str) -> Any:
     if name in _SUBMODULES:
         return import_module(f"kinlens.{name}")
-    if name not in _MODULES:
+    if name in _CLIENT:
+        return getattr(import_module(_CLIENT[name]), name)
+    if name not in _LIBRARY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_MODULES[name]), name)
+    module, extras = _LIBRARY[name]
+    try:
+        return getattr(import_module(module), name)
+    except ModuleNotFoundError as missing:
+        return _absent(missing_package(f"kinlens.{name}", missing, *extras), missing.name)
+
+
+def _absent(reason: str, package: str | None) -> Any:
+    """A stand-in that raises when it is called, so that `dir` and `help` work without extras."""
+
+    def absent(*_: object, **__: object) -> None:
+        raise ModuleNotFoundError(reason, name=package)
+
+    return absent
 
 
 def __dir__() -> list[str]:

@@ -12,7 +12,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("embedder", "rendered", "training", "indexer", "quality", "service", "commands")
+PACKAGES = (
+    *("embedder", "rendered", "training", "indexer", "quality", "service", "commands"),
+    "library",
+)
 ALLOWED = {
     "kinlens": set(),  # the client and what travels over HTTP: the leaf of all
     "embedder": set(),
@@ -21,7 +24,10 @@ ALLOWED = {
     "indexer": {"embedder"},
     "quality": {"embedder", "indexer"},
     "service": {"embedder", "indexer", "quality"},
-    "commands": {"embedder", "indexer", "quality"},  # the program kinlens-index
+    "library": {"embedder", "indexer", "quality", "training"},  # Python without a service
+    "commands": {"embedder", "indexer", "quality", "library"},  # the program kinlens-index
+    "training.commands": {"library"},  # and what training may import
+    "service.commands": {"library"},
 }
 ONLY_IN = {
     "torch": {"training"},
@@ -45,12 +51,18 @@ FACADE = (
 """What the service may see of the indexer."""
 
 
+def folder_of(package: str) -> Path:
+    """The library has no use outside of the package, so its folder is not at the top."""
+    return ROOT / "kinlens/library" if package == "library" else ROOT / package
+
+
 def modules() -> dict[str, Path]:
     found = {}
-    for folder in PACKAGES:
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            name = ".".join(("kinlens", *path.relative_to(ROOT).with_suffix("").parts))
-            found[name.removesuffix(".__init__")] = path
+    for package in PACKAGES:
+        folder = folder_of(package)
+        for path in sorted(folder.rglob("*.py")):
+            parts = path.relative_to(folder.parent).with_suffix("").parts
+            found[".".join(("kinlens", *parts)).removesuffix(".__init__")] = path
     for path in (ROOT / "kinlens").glob("*.py"):
         found[f"kinlens.{path.stem}"] = path
     return found
@@ -83,10 +95,11 @@ def test_rooms_import_only_in_the_allowed_direction() -> None:
     for name, path in modules().items():
         folder = package_of(name)
         assert folder is not None
-        if name in ("kinlens.local", "kinlens.__init__"):
-            continue  # the entry points of users
+        if name == "kinlens.__init__":
+            continue  # the entry point of users
         packages = {package_of(imported) for imported in imports(path)} & set(PACKAGES)
-        wrong = packages - ALLOWED[folder] - {folder}
+        commands = ALLOWED.get(".".join(name.split(".")[1:3]), set())
+        wrong = packages - ALLOWED[folder] - commands - {folder}
         assert not wrong, f"{path} imports {wrong}"
 
 
@@ -140,7 +153,7 @@ def test_packages_do_not_import_each_other_in_circles() -> None:
     """A folder is one node; a module next to the folders of its package is a node of its own."""
     known = {name: path for name, path in modules().items() if path.stem != "__init__"}
     node_of = {
-        name: name if len(path.relative_to(ROOT).parts) == 2 else name.rpartition(".")[0]
+        name: name if name.count(".") <= 2 else name.rpartition(".")[0]
         for name, path in known.items()
     }
     graph: dict[str, set[str]] = {node: set() for node in node_of.values()}
@@ -158,6 +171,7 @@ SERVING = ("fastapi", "uvicorn", "faiss", "onnxruntime", "redis", "torch")
     ("part", "heavy"),
     [
         ("kinlens.embedder", TRAINING),
+        ("kinlens.library", (*TRAINING, "pandas", "pyarrow")),
         ("kinlens.indexer", TRAINING),
         ("kinlens.rendered", SERVING),
         ("kinlens.service", (*TRAINING, "redis")),
@@ -193,7 +207,7 @@ def test_no_code_imports_a_folder_at_the_top_instead_of_the_package() -> None:
 
 @pytest.mark.parametrize("folder", PACKAGES)
 def test_a_folder_has_at_most_twelve_modules_and_an_empty_init_file(folder: str) -> None:
-    files = list((ROOT / folder).rglob("*.py"))
+    files = list(folder_of(folder).rglob("*.py"))
     folders = Counter(path.parent for path in files if path.stem[0] != "_")
     assert {str(folder): count for folder, count in folders.items() if count > 12} == {}
     public = ROOT / "training/__init__.py"  # the library, see docs/stability.md

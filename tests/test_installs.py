@@ -14,7 +14,9 @@ from tests.tiny import encoded, photo
 ROOT = Path(__file__).parents[1]
 UV = Path(sys.executable).parent / "uv"
 
-PARTS = ("commands", "embedder", "indexer", "quality", "rendered", "service", "training")
+PARTS = (
+    *("commands", "embedder", "indexer", "library", "quality", "rendered", "service", "training"),
+)
 
 pytestmark = pytest.mark.skipif(not UV.is_file(), reason="needs uv, as `make test` installs it")
 

@@ -55,7 +55,8 @@ def teach_words(
     kinlens-index search galleries/shop --text "green mug" --bundle bundles/shop-words
     """
     from kinlens.embedder.bundle import make_room
-    from kinlens.local import load_bundle, open_gallery
+    from kinlens.library.bundles import load_bundle
+    from kinlens.library.galleries import open_gallery
     from kinlens.training.words.teach import teach
 
     make_room(out)

@@ -21,6 +21,7 @@ from rich.text import Text
 from kinlens.embedder.errors import KinlensError, disk_fault
 from kinlens.embedder.programs.console import print_error
 from kinlens.indexer.ingest.embed import Failure
+from kinlens.reports import Report
 from kinlens.values import AttributeValue
 
 SHOWN = 10
@@ -108,9 +109,13 @@ class _Speed(ProgressColumn):
 
 
 def print_report(report: object, json: bool, *lines: str) -> None:
-    """Print a model or dataclass as JSON, or `lines` for people, on stdout."""
+    """Print a model or dataclass as JSON, or `lines` for people, on stdout; by default those of
+    the report.
+    """
     if json:
         lines = (TypeAdapter(type(report)).dump_json(report, indent=2).decode(),)
+    elif not lines and isinstance(report, Report):
+        lines = tuple(report.lines())
     for line in lines:
         out.print(line)
 

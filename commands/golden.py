@@ -2,7 +2,7 @@
 
 import contextlib
 import csv as csv_text
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -16,8 +16,7 @@ from kinlens.embedder.errors import ImageError, InvalidParameterError, SourceErr
 from kinlens.embedder.preprocess import ImageLimits, decode
 from kinlens.embedder.session import fitted
 from kinlens.embedder.sources.names import printable
-from kinlens.embedder.types import SHORT
-from kinlens.golden import GoldenOutcome, GoldenQueries, GoldenRun, GoldenRuns, Label
+from kinlens.golden import GoldenQueries, GoldenRuns, Label
 from kinlens.indexer.attributes import parse_value
 from kinlens.indexer.galleries import current_manifest
 from kinlens.indexer.gallery import Gallery
@@ -87,8 +86,7 @@ def list_(gallery: GalleryArgument, json: JsonOption = False) -> None:
     """Show the queries and their labels. Exits with 1 if there are none."""
     current_manifest(gallery)
     queries = GoldenSet(gallery).queries()
-    lines = [f"{query.sha256[:SHORT]}  {query.name}  {query.wanted}" for query in queries]
-    print_report(GoldenQueries(queries=queries), json, *lines)
+    print_report(GoldenQueries(queries=queries), json)
     exit_if_empty(
         not queries, f"The golden set of {gallery} is empty. Add queries: kinlens-index golden add."
     )
@@ -148,7 +146,7 @@ def run(
         golden.keep(report)
         assert isinstance(store, Gallery)
         Calibrator(store).fit_golden(partial(labelled, store, queries, vectors))
-    print_report(report, json, *_lines(report))
+    print_report(report, json)
 
 
 @app.command(epilog="Example: kinlens-index golden runs galleries/shop --json")
@@ -156,13 +154,7 @@ def runs(gallery: GalleryArgument, json: JsonOption = False) -> None:
     """Show the reports of earlier runs, newest first. Exits with 1 if there are none."""
     current_manifest(gallery)
     found = GoldenSet(gallery).runs()
-    lines = [f"{'at':25} {'bundle':12} {'version':12} {'R@1':>6} {'R@10':>6} {'MAP@R':>6}  judged"]
-    for one in found:
-        figures = (one.recall_at_1, one.recall_at_10, one.map_at_r)
-        shown = " ".join(f"{_part(figure):>6}" for figure in figures)
-        names = f"{one.bundle_id[:SHORT]:12} {one.version[:SHORT]:12}"
-        lines.append(f"{one.at:25} {names} {shown}  {one.judged:,}")
-    print_report(GoldenRuns(runs=found), json, *(lines if found else ()))
+    print_report(GoldenRuns(runs=found), json)
     exit_if_empty(
         not found, f"The golden set of {gallery} was not run yet. Run it: kinlens-index golden run."
     )
@@ -244,42 +236,3 @@ def _chosen(number: str, known: Sequence[str]) -> str:
             "`kinlens-index golden list` shows."
         )
     return found[0]
-
-
-def _lines(report: GoldenRun) -> Iterator[str]:
-    interval = report.recall_at_1_interval
-    between = "" if interval is None else f" ({interval[0]:.4f} to {interval[1]:.4f})"
-    yield (
-        f"{report.judged:,} of {report.queries:,} queries have a right item among "
-        f"{report.items:,}; {report.no_match:,} have none, {report.left_out:,} were skipped."
-    )
-    yield f"recall@1   {_part(report.recall_at_1)}{between}"
-    yield f"recall@5   {_part(report.recall_at_5)}"
-    yield f"recall@10  {_part(report.recall_at_10)}"
-    yield f"MAP@R      {_part(report.map_at_r)}"
-    if report.threshold is None:
-        yield "no match   not measured: the model has no calibration; pass --min-score."
-    else:
-        yield (
-            f"no match   {_part(report.no_match_precision)} have no hit with a score of at least "
-            f"{report.threshold:.4f}, at which {_part(report.found)} of the others are found."
-        )
-    if report.own_pictures:
-        yield (
-            f"{report.own_pictures:,} queries are the image of an item, which finds itself. Label "
-            "photos of customers instead."
-        )
-    for one in report.worst:
-        yield f"  {one.query.sha256[:SHORT]}  {one.query.name}  {_outcome(one)}"
-
-
-def _outcome(one: GoldenOutcome) -> str:
-    if one.problem:
-        return one.problem
-    first = "nothing" if one.best_key is None else f"{one.best_key} ({one.best_score:.4f})"
-    rank = "" if one.rank is None else f", right item at rank {one.rank}"
-    return f"wanted {one.query.wanted}, found {first}{rank}"
-
-
-def _part(figure: float | None) -> str:
-    return "-" if figure is None else f"{figure:.4f}"

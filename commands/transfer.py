@@ -27,7 +27,6 @@ from kinlens.embedder.errors import GalleryError, InvalidParameterError
 from kinlens.indexer.exchange.milvus_index import MilvusIndex
 from kinlens.indexer.exchange.milvus_load import import_to_milvus
 from kinlens.indexer.exchange.parquet import export_gallery
-from kinlens.indexer.exchange.publish import PublishReport
 from kinlens.indexer.exchange.publish import publish as publish_snapshot
 from kinlens.indexer.galleries import copy_bytes
 from kinlens.indexer.gallery import Gallery
@@ -232,7 +231,7 @@ def publish(
             take_over=take_over,
             on_progress=advance,
         )
-    print_report(report, json, _text(report))
+    print_report(report, json)
     checked_at = time.monotonic()
     with contextlib.suppress(KeyboardInterrupt):
         while interval_s is not None:
@@ -248,7 +247,7 @@ def publish(
                 err.print(str(error), soft_wrap=True)
                 continue
             if report.uploaded_bytes:
-                print_report(report, json, _text(report))
+                print_report(report, json)
 
 
 def _refuse_index_of_milvus(index: str | None) -> None:
@@ -297,15 +296,3 @@ def _seconds(text: str) -> float:
             "2m."
         )
     return seconds
-
-
-def _text(report: PublishReport) -> str:
-    text = (
-        f"{report.address}: {report.items:,} items, {report.changed_items:,} changed, "
-        f"{report.uploaded_bytes / 1e6:,.1f} MB uploaded in {report.elapsed_s:.1f} s"
-    )
-    if report.pictures or report.missing_pictures:
-        text += f", {report.pictures:,} images"
-    if report.missing_pictures:
-        text += f"; {report.missing_pictures:,} items have no readable image"
-    return f"{text}."

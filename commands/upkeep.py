@@ -10,7 +10,7 @@ import numpy as np
 import typer
 
 from kinlens.commands import stores
-from kinlens.commands.console import SHOWN, print_report, progress
+from kinlens.commands.console import print_report, progress
 from kinlens.commands.options import (
     GalleryArgument,
     ImageRootOption,
@@ -23,10 +23,8 @@ from kinlens.commands.options import (
     grouped,
 )
 from kinlens.embedder.errors import PlanError
-from kinlens.embedder.types import SHORT
 from kinlens.indexer.checks.stats import stats_of
 from kinlens.indexer.checks.verify import (
-    VerifyReport,
     sample_size,
     size_of,
     verify_gallery,
@@ -37,7 +35,6 @@ from kinlens.indexer.index.plan import IndexSettings, Plan, plan_index
 from kinlens.indexer.ingest.foreign import read_vectors
 from kinlens.indexer.live.compaction import CompactReport
 from kinlens.indexer.types import VectorType
-from kinlens.quality.calibration import GalleryCalibration
 from kinlens.quality.calibrator import Calibrator
 from kinlens.quality.golden import GoldenSet
 
@@ -81,7 +78,7 @@ def compact(
         with progress(facts.size, "Indexing") as advance:
             report = opened.compact(settings, wait=True, from_scratch=rebuild, on_progress=advance)
         Calibrator(opened).fit_if_outdated()
-    print_report(report, json, _text(report))
+    print_report(report, json)
 
 
 @app.command(epilog="Example: kinlens-index calibrate galleries/shop --product sku")
@@ -103,24 +100,7 @@ def calibrate(
     with contextlib.closing(Gallery.open(gallery)) as opened:
         with progress(1000, "Searching") as advance:
             found = Calibrator(opened).fit(product, advance)
-        print_report(found, json, *_calibration_lines(found))
-
-
-def _calibration_lines(found: GalleryCalibration) -> Iterator[str]:
-    if found.product is not None:
-        yield (
-            f"{found.products:,} products by the attribute {found.product}, with "
-            f"{found.views:.1f} images of each; {found.labelled:,} of {found.items:,} items have it"
-        )
-    for source in ("gallery", "golden"):
-        fit = getattr(found, source)
-        if isinstance(fit, str):
-            yield f"{source}: none. {fit}."
-            continue
-        off = ""
-        if fit.errors is not None:
-            off = f"; calibration error {fit.errors[0]:.3f} (best hit), {fit.errors[1]:.3f} (ten)"
-        yield f"{source}: fitted to {fit.searches:,} searches{off}"
+        print_report(found, json)
 
 
 @app.command(epilog="Example: kinlens-index plan 1000000 128 --memory-mb 500")
@@ -155,16 +135,6 @@ def stats(gallery: StoreArgument, json: JsonOption = False) -> None:
         shown = ", ".join(f"{k} {v:,}" for k, v in value.items()) if name in _TABLES else value
         lines.append(f"{name.replace('_', ' '):16} {'-' if shown is None else shown}")
     print_report(facts, json, *lines)
-
-
-def _text(report: CompactReport) -> str:
-    made = report.manifest
-    if made is None:
-        return "The gallery is empty, so it has no index."
-    return (
-        f"Index {made.kind} of {made.size:,} items in {report.elapsed_s:.1f} s, "
-        f"recall@10 {made.recall:.4f} (target {made.target_recall})."
-    )
 
 
 def _table(plans: Sequence[dict[str, Any]]) -> Iterator[str]:
@@ -232,21 +202,6 @@ def verify(
             target_recall=target_recall,
             on_progress=advance,
         )
-    print_report(report, json, *_verified(report))
+    print_report(report, json)
     if not report.is_good:
         raise typer.Exit(1)
-
-
-def _verified(report: VerifyReport) -> Iterator[str]:
-    for problem in report.problems[:SHOWN]:
-        yield f"{problem.key}: {problem.reason}"
-    yield (
-        f"Gallery {report.name}, version {report.version[:SHORT]}: files are intact, "
-        f"{report.checked - len(report.problems):,} of {report.checked:,} checked items "
-        f"({report.size:,} in all) find themselves."
-    )
-    if report.recall is not None:
-        yield (
-            f"recall@10 {report.recall:.4f} of {report.recall_queries:,} queries, "
-            f"target {report.target_recall} (index {report.index or 'none'})."
-        )

@@ -1,11 +1,16 @@
-"""Golden sets in responses of the service: labelled queries and reports of runs."""
+"""Golden sets: labelled queries and reports of runs, as the service and the library return them."""
+
+from collections.abc import Iterator
 
 from pydantic import BaseModel
 
+from kinlens.reports import Report
 from kinlens.values import Scalar
 
 Interval = tuple[float, float]
 """Lower and upper bound of a 95 % confidence interval."""
+
+_SHORT = 12  # characters of an id that are shown
 
 
 class Label(BaseModel, frozen=True, extra="forbid"):
@@ -57,8 +62,19 @@ class GoldenOutcome(BaseModel, frozen=True):
             return float(threshold is None or self.best_score < threshold)
         return self.precision
 
+    def __str__(self) -> str:
+        return f"{self.query.sha256[:_SHORT]}  {self.query.name}  {self._text}"
 
-class GoldenRun(BaseModel, frozen=True):
+    @property
+    def _text(self) -> str:
+        if self.problem:
+            return self.problem
+        first = "nothing" if self.best_key is None else f"{self.best_key} ({self.best_score:.4f})"
+        rank = "" if self.rank is None else f", right item at rank {self.rank}"
+        return f"wanted {self.query.wanted}, found {first}{rank}"
+
+
+class GoldenRun(Report, BaseModel, frozen=True):
     """The report of a gallery on its golden set. Rates are fractions in [0, 1], null without data.
 
     `judged` queries have a right item in the gallery; `no_match` queries are labelled as having
@@ -89,14 +105,63 @@ class GoldenRun(BaseModel, frozen=True):
     found: float | None
     worst: tuple[GoldenOutcome, ...]
 
+    def lines(self) -> Iterator[str]:
+        """The figures, then the worst queries."""
+        interval = self.recall_at_1_interval
+        between = "" if interval is None else f" ({interval[0]:.4f} to {interval[1]:.4f})"
+        yield (
+            f"{self.judged:,} of {self.queries:,} queries have a right item among "
+            f"{self.items:,}; {self.no_match:,} have none, {self.left_out:,} were skipped."
+        )
+        yield f"recall@1   {_part(self.recall_at_1)}{between}"
+        yield f"recall@5   {_part(self.recall_at_5)}"
+        yield f"recall@10  {_part(self.recall_at_10)}"
+        yield f"MAP@R      {_part(self.map_at_r)}"
+        if self.threshold is None:
+            yield "no match   not measured: the model has no calibration; pass --min-score."
+        else:
+            yield (
+                f"no match   {_part(self.no_match_precision)} have no hit with a score of at least "
+                f"{self.threshold:.4f}, at which {_part(self.found)} of the others are found."
+            )
+        if self.own_pictures:
+            yield (
+                f"{self.own_pictures:,} queries are the image of an item, which finds itself. "
+                "Label photos of customers instead."
+            )
+        for outcome in self.worst:
+            yield f"  {outcome}"
 
-class GoldenQueries(BaseModel):
+
+class GoldenQueries(Report, BaseModel):
     """The queries of a golden set, oldest first."""
 
     queries: list[GoldenQuery]
 
+    def lines(self) -> Iterator[str]:
+        """The id, the name and the label of each query."""
+        for query in self.queries:
+            yield f"{query.sha256[:_SHORT]}  {query.name}  {query.wanted}"
 
-class GoldenRuns(BaseModel):
+
+class GoldenRuns(Report, BaseModel):
     """Reports of runs of a golden set, newest first."""
 
     runs: list[GoldenRun]
+
+    def lines(self) -> Iterator[str]:
+        """A table of the runs, if there are any."""
+        names = ("recall@1", "recall@10", "MAP@R")
+        if self.runs:
+            yield f"{'at':25}  {'bundle':12}  {'version':12}  {'  '.join(names)}  judged"
+        for run in self.runs:
+            figures = (run.recall_at_1, run.recall_at_10, run.map_at_r)
+            texts = [
+                f"{_part(value):>{len(name)}}" for name, value in zip(names, figures, strict=True)
+            ]
+            ids = f"{run.bundle_id[:_SHORT]:12}  {run.version[:_SHORT]:12}"
+            yield f"{run.at:25}  {ids}  {'  '.join(texts)}  {run.judged:,}"
+
+
+def _part(figure: float | None) -> str:
+    return "-" if figure is None else f"{figure:.4f}"

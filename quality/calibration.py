@@ -7,7 +7,7 @@ A curve comes from the best available source:
 3. the curves of the bundle.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,6 +19,7 @@ from kinlens.embedder.errors import CalibrationError
 from kinlens.embedder.types import Hit, ItemId
 from kinlens.indexer.ingest.products import PRODUCTS
 from kinlens.indexer.types import Group
+from kinlens.reports import Report
 from kinlens.values import Scalar, single, values_in
 
 LABELLED = 0.95
@@ -52,7 +53,7 @@ class Fit(BaseModel, frozen=True):
     errors: tuple[float, float] | None
 
 
-class GalleryCalibration(BaseModel, frozen=True):
+class GalleryCalibration(Report, BaseModel, frozen=True):
     """The calibration of one generation.
 
     Attributes:
@@ -84,6 +85,24 @@ class GalleryCalibration(BaseModel, frozen=True):
     def is_labelled(self) -> bool:
         """Whether enough items name their product."""
         return self.labelled >= LABELLED * self.items
+
+    def lines(self) -> Iterator[str]:
+        """The products, and the source and the errors of each curve."""
+        if self.product is not None:
+            yield (
+                f"{self.products:,} products by the attribute {self.product}, with "
+                f"{self.views:.1f} images of each; {self.labelled:,} of {self.items:,} items have "
+                "it"
+            )
+        for source, fit in (("gallery", self.gallery), ("golden", self.golden)):
+            if isinstance(fit, str):
+                yield f"{source}: none. {fit}."
+                continue
+            off = ""
+            if fit.errors is not None:
+                best, ten = fit.errors
+                off = f"; calibration error {best:.3f} (best hit), {ten:.3f} (ten)"
+            yield f"{source}: fitted to {fit.searches:,} searches{off}"
 
 
 @dataclass(frozen=True, slots=True)

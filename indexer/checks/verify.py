@@ -1,7 +1,7 @@
 """Check a gallery: files, whether items find themselves, and the recall of searches."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from kinlens.embedder.errors import GalleryCorruptError, ImageError, SourceError
 from kinlens.embedder.session import Embedder, fitted
-from kinlens.embedder.types import Embeddings
+from kinlens.embedder.types import SHORT, Embeddings
 from kinlens.indexer.addresses import ImageRoot
 from kinlens.indexer.catalog.database import Catalog, catalog_view
 from kinlens.indexer.catalog.entries import normalised, norms_of
@@ -25,6 +25,7 @@ from kinlens.indexer.live.compaction import CATALOG
 from kinlens.indexer.live.keeper import open_segment
 from kinlens.indexer.live.ranking import check_search
 from kinlens.indexer.types import SAME_SCORE, Ids, Item, Progress, Scores, SearchOptions
+from kinlens.reports import Report
 from kinlens.values import values_in
 
 _K = 10  # neighbours with which recall is measured
@@ -40,6 +41,7 @@ CHUNK = 4_096
 
 _IMAGES = 64  # per batch of the embedder
 _SAME_IMAGE = 0.999
+_SHOWN = 10  # problems in the text of a report
 
 
 def check_files(path: Path | str) -> None:
@@ -132,7 +134,7 @@ class Problem(BaseModel, frozen=True):
     reason: str
 
 
-class VerifyReport(BaseModel, frozen=True):
+class VerifyReport(Report, BaseModel, frozen=True):
     """Result of a check.
 
     Attributes:
@@ -156,6 +158,21 @@ class VerifyReport(BaseModel, frozen=True):
     def is_good(self) -> bool:
         """Whether there are no problems and recall reaches the target."""
         return not self.problems and (self.recall is None or self.recall >= self.target_recall)
+
+    def lines(self) -> Iterator[str]:
+        """The first problems, and the result."""
+        for problem in self.problems[:_SHOWN]:
+            yield f"{problem.key}: {problem.reason}"
+        yield (
+            f"Gallery {self.name}, version {self.version[:SHORT]}: files are intact, "
+            f"{self.checked - len(self.problems):,} of {self.checked:,} checked items "
+            f"({self.size:,} in all) find themselves."
+        )
+        if self.recall is not None:
+            yield (
+                f"recall@10 {self.recall:.4f} of {self.recall_queries:,} queries, "
+                f"target {self.target_recall} (index {self.index or 'none'})."
+            )
 
 
 def verify_gallery(

@@ -60,6 +60,7 @@ from kinlens.indexer.images import source_bytes
 from kinlens.indexer.index.segment import SEGMENT_MANIFEST, read_segment_manifest
 from kinlens.indexer.live.compaction import CATALOG, with_state
 from kinlens.indexer.types import Ids, Item, Progress
+from kinlens.reports import Report
 
 _PART_BYTES = 2**20  # an erased item costs the upload of such a part
 _MAX_PARTS = 256  # of a delta; larger ones have larger parts
@@ -68,7 +69,7 @@ _BATCH = 4096  # items whose images are checked per view of the catalogue
 _WAITING_BYTES = 64 * 2**20  # in memory, uploaded together
 
 
-class PublishReport(BaseModel, frozen=True):
+class PublishReport(Report, BaseModel, frozen=True):
     """Result of a publication; `uploaded_bytes` is 0 if the snapshot was up to date."""
 
     address: str
@@ -79,6 +80,18 @@ class PublishReport(BaseModel, frozen=True):
     pictures: int
     missing_pictures: int
     elapsed_s: float
+
+    def lines(self) -> Iterator[str]:
+        """What was uploaded."""
+        text = (
+            f"{self.address}: {self.items:,} items, {self.changed_items:,} changed, "
+            f"{self.uploaded_bytes / 1e6:,.1f} MB uploaded in {self.elapsed_s:.1f} s"
+        )
+        if self.pictures or self.missing_pictures:
+            text += f", {self.pictures:,} images"
+        if self.missing_pictures:
+            text += f"; {self.missing_pictures:,} items have no readable image"
+        yield f"{text}."
 
 
 def publish(

@@ -16,6 +16,7 @@ from kinlens.embedder.machine import memory_mb as machine_memory_mb
 from kinlens.indexer.index.gpu import RESERVE_MB, gpu_memory, why_no_gpu
 from kinlens.indexer.index.index_types import INDEX_TYPES, Device, IndexKind, IndexType
 from kinlens.indexer.types import NUMBER_BYTES, VectorType
+from kinlens.reports import Report
 
 _log = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ class IndexSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(Report):
     """An index and its cost.
 
     memory_mb, build_memory_mb: resident memory while searching and while building.

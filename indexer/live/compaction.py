@@ -54,6 +54,7 @@ from kinlens.indexer.index.segment import (
     write_segment,
 )
 from kinlens.indexer.types import NUMBER_BYTES, Ids, Progress
+from kinlens.reports import Report
 
 T = TypeVar("T")
 
@@ -83,12 +84,23 @@ _TURN = threading.Semaphore()
 _TURN_S = 0.5  # how often to check for `close` while another gallery is compacted
 
 
-class CompactReport(BaseModel, frozen=True):
+class CompactReport(Report, BaseModel, frozen=True):
     """Result of a compaction: the new segment (None for an empty gallery) and the duration."""
 
     segment: str | None
     manifest: SegmentManifest | None
     elapsed_s: float
+
+    def lines(self) -> Iterator[str]:
+        """The index and its recall."""
+        made = self.manifest
+        if made is None:
+            yield "The gallery is empty, so it has no index."
+        else:
+            yield (
+                f"Index {made.kind} of {made.size:,} items in {self.elapsed_s:.1f} s, "
+                f"recall@10 {made.recall:.4f} (target {made.target_recall})."
+            )
 
 
 def due(segment_size: int, tombstones: int, delta: int, dim: int) -> str | None:

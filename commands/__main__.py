@@ -21,9 +21,12 @@ try:
         upkeep,
     )
     from kinlens.commands.console import errors_shown
-    from kinlens.embedder.programs.console import Commands, VersionOption, new_program
+    from kinlens.embedder.programs.console import Commands, VersionOption, add_group, new_program
 except ModuleNotFoundError as missing:
     raise SystemExit(missing_package("kinlens-index", missing, "cpu", "gpu")) from None
+
+
+_CARE = "Maintain and measure"
 
 
 class IndexCommands(Commands):
@@ -35,9 +38,16 @@ class IndexCommands(Commands):
 
 
 app = new_program(IndexCommands, no_args_is_help=True)
-for commands in (build, embed, sync, change, search, duplicates, upkeep, transfer):
-    app.add_typer(commands.app)
-app.add_typer(golden.app, name="golden", help="Measure a gallery with labelled queries.")
+add_group(app, "Build and change", build.app, embed.app, sync.app, change.app)
+add_group(app, "Search", search.app, duplicates.app)
+add_group(app, _CARE, upkeep.app)
+app.add_typer(
+    golden.app,
+    name="golden",
+    help="Measure a gallery with labelled queries.",
+    rich_help_panel=_CARE,
+)
+add_group(app, "Copy", transfer.app)
 
 
 @app.callback()

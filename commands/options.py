@@ -12,6 +12,7 @@ import typer
 from kinlens.embedder.engines.models import OPENVINO, PROVIDERS, SessionSettings
 from kinlens.embedder.machine import core_count
 from kinlens.embedder.manifest import AskedEngine, AskedPrecision
+from kinlens.embedder.programs.console import JsonOption as JsonOption
 from kinlens.embedder.session import Embedder, OnnxEmbedder
 from kinlens.indexer.index.index_types import Device, IndexKind
 from kinlens.indexer.index.plan import IndexSettings
@@ -25,7 +26,6 @@ StoreArgument = Annotated[
     str,
     typer.Argument(metavar="GALLERY", help="Folder of the gallery, or milvus://HOST:PORT/NAME."),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 DeviceOption = Annotated[Device, typer.Option(help="Device that runs the model.")]
 BatchOption = Annotated[int, typer.Option(min=1, max=1024, help="Images per batch.")]
 ImageRootOption = Annotated[

@@ -177,7 +177,7 @@ def answers_of(operation: dict[str, Any]) -> Iterator[tuple[str, ...]]:
 
 
 def settings_page() -> str:
-    from kinlens.service.commands.settings import variables
+    from kinlens.service.variables import variables
 
     text = (
         "# Settings\n\nThe environment variables of `kinlens-serve`, read once at startup; options "

@@ -11,14 +11,18 @@ from kinlens.service.encoding import spawn
 _LIGHT = frozenset(["audit", "keys", "settings"])
 """Commands that need no part of the service, so they are quick."""
 
-_WITHOUT_MODEL = _LIGHT | {"work", "backup", "restore", "feedback", "--help", "--version"}
+_WITHOUT_MODEL = _LIGHT | {
+    *("work", "backup", "restore", "feedback"),
+    *("--help", "--version", "--install-completion", "--show-completion"),
+}
+_COMPLETE = "_KINLENS_SERVE_COMPLETE"  # set by a shell that completes a line
 
 
 def main() -> None:
     """Run the command line."""
     isolate()
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "1")  # it looks through all packages for them
-    if not _WITHOUT_MODEL & {*sys.argv[1:]}:
+    if not _WITHOUT_MODEL & {*sys.argv[1:]} and _COMPLETE not in os.environ:
         spawn.prepare()  # it imports the libraries of models while this process imports
     gc.disable()  # imported objects stay, so a search for garbage finds none
     try:

@@ -28,6 +28,7 @@ VersionOption = Annotated[
         "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
     ),
 ]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
 def print_error(message: str) -> None:
@@ -38,7 +39,8 @@ def print_error(message: str) -> None:
 class Commands(TyperGroup):
     """A group of commands whose usage errors are one line, `error: ...`, and exit with 2.
 
-    Help texts keep the examples of all commands on one line, to be copied.
+    Help texts keep the examples of all commands on one line, to be copied. Commands are listed
+    under the titles that `add_group` gave them.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -68,12 +70,35 @@ class Commands(TyperGroup):
             sys.exit(getattr(error, "exit_code", USAGE))
         sys.exit(status if isinstance(status, int) else 0)
 
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        names = self.list_commands(ctx)
+        titles = {name: str(self.commands[name].rich_help_panel or "Commands") for name in names}
+        width = max(map(len, names), default=0)
+        for title in dict.fromkeys(titles.values()):
+            with formatter.section(title):
+                formatter.write_dl(
+                    (
+                        f"{name:{width}}",  # one column of descriptions in all groups
+                        self.commands[name].get_short_help_str(formatter.width - 6 - width),
+                    )
+                    for name in names
+                    if titles[name] == title
+                )
+
 
 def new_program(commands: type[Commands] = Commands, **options: Any) -> typer.Typer:
     """A program, to which its commands are added."""
     return typer.Typer(
         cls=commands, rich_markup_mode=None, pretty_exceptions_enable=False, **options
     )
+
+
+def add_group(program: typer.Typer, title: str, *members: typer.Typer) -> None:
+    """Add the commands of `members` to a program; its help lists them under `title`."""
+    for member in members:
+        for command in member.registered_commands:
+            command.rich_help_panel = title
+        program.add_typer(member)
 
 
 def _keep_examples(command: Any) -> None:

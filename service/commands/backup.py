@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from kinlens.embedder.errors import KinlensError, StateMissingError
+from kinlens.embedder.programs.console import JsonOption
 from kinlens.indexer.types import Progress as OnProgress
 from kinlens.service.backups import folder as backups
 from kinlens.service.commands import options
@@ -26,7 +27,7 @@ RESTORE_EXAMPLE = (
 @options.with_shared
 def backup(
     out: Annotated[Path, typer.Option(help="New folder for the backup.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    as_json: JsonOption = False,
     **given: Any,
 ) -> None:
     """Back up galleries, uploaded images, bundles, keys, feedback and jobs of a running service.
@@ -46,7 +47,7 @@ def restore(
     check: Annotated[
         bool, typer.Option("--check", help="Only verify the whole backup; write no files.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Restore a whole backup to a new or empty state folder, after verifying all its files."""
     size = sum(file.stat().st_size for file in source.rglob("*") if file.is_file())

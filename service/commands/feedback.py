@@ -16,7 +16,9 @@ app = typer.Typer(no_args_is_help=True, help="Feedback of users on answers: expo
 Named = Annotated[str | None, typer.Option(help="Name of a gallery.")]
 
 
-@app.command()
+@app.command(
+    epilog="Example: kinlens-serve feedback export --out feedback --state /var/lib/kinlens"
+)
 @options.refusals()
 def export(
     out: Annotated[Path, typer.Option(help="Folder for pairs.csv and the images.")],
@@ -37,7 +39,7 @@ def export(
     typer.echo(f"{out / 'pairs.csv'}: {len(pairs):,} pairs of {sent:,} feedbacks on gallery {name}")
 
 
-@app.command()
+@app.command(epilog="Example: kinlens-serve feedback show --state /var/lib/kinlens")
 @options.refusals()
 def show(state: options.State = None) -> None:
     """Show the counts of feedback on each gallery; pairs can be used for training.
@@ -55,7 +57,7 @@ def show(state: options.State = None) -> None:
     options.print_table(("Gallery", *map(str.capitalize, ACTIONS), "Pairs"), rows)
 
 
-@app.command()
+@app.command(epilog="Example: kinlens-serve feedback clear --gallery shop --state /var/lib/kinlens")
 @options.refusals()
 def clear(gallery: Named = None, state: options.State = None) -> None:
     """Delete the feedback on a gallery, or on all galleries, with its images."""

@@ -32,7 +32,9 @@ _MAX_SHOWN = 1_000_000
 Name = Annotated[str, typer.Argument(help="Name of the key, shown in logs and lists.")]
 
 
-@app.command()
+@app.command(
+    epilog="Example: kinlens-serve keys create shop --scope search --state /var/lib/kinlens"
+)
 @options.refusals()
 def create(
     name: Name,
@@ -81,7 +83,7 @@ def create(
     typer.echo(text)
 
 
-@app.command("list")
+@app.command("list", epilog="Example: kinlens-serve keys list --state /var/lib/kinlens")
 @options.refusals()
 def list_keys(state: options.State = None) -> None:
     """List all keys with their scopes, bindings and limits, without their secrets.
@@ -96,7 +98,7 @@ def list_keys(state: options.State = None) -> None:
     options.print_table(columns, [_row(key, now) for key in keys])
 
 
-@app.command()
+@app.command(epilog="Example: kinlens-serve keys revoke shop --state /var/lib/kinlens")
 @options.refusals()
 def revoke(name: Name, state: options.State = None) -> None:
     """Revoke a key; a running service refuses it within a second."""
@@ -105,7 +107,7 @@ def revoke(name: Name, state: options.State = None) -> None:
     typer.echo(f"Key {name} is revoked.")
 
 
-@app.command()
+@app.command(epilog="Example: kinlens-serve keys rotate shop --state /var/lib/kinlens")
 @options.refusals()
 def rotate(
     name: Name,
@@ -125,7 +127,7 @@ def rotate(
     typer.echo(text)
 
 
-@options.app.command()
+@options.app.command(epilog="Example: kinlens-serve audit --state /var/lib/kinlens --json")
 @options.refusals()
 def audit(
     limit: Annotated[

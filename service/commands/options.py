@@ -5,7 +5,6 @@ The commands that need no part of the service are here and in `keys`; `program` 
 
 import contextlib
 import inspect
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -13,13 +12,14 @@ from typing import Annotated, Any, NoReturn
 import typer
 from pydantic import ValidationError
 
-from kinlens.embedder.errors import KinlensError, StateError, disk_fault, is_disk_full
+from kinlens.embedder.errors import KinlensError, disk_fault, is_disk_full
 from kinlens.embedder.programs.console import new_program, print_error
 from kinlens.embedder.programs.faults import fault_text, path_of
-from kinlens.service.commands.settings import EXAMPLE, PREFIX, settings, variables
+from kinlens.service.commands.settings import EXAMPLE, settings
 from kinlens.service.settings import Settings
+from kinlens.service.variables import PREFIX, variables
 
-app = new_program(add_completion=False)
+app = new_program()
 app.command(epilog=EXAMPLE)(settings)
 
 State = Annotated[
@@ -78,21 +78,6 @@ def read_settings(**options: Any) -> Settings:
     settings = {option: setting for setting, option in _REPEATED.items()}
     given = {name: value for name, value in options.items() if value not in (None, [])}
     return Settings(**{settings.get(name, name): value for name, value in given.items()})
-
-
-def make_state(folder: Path | None) -> None:
-    """Create the folder of --state, if set, and check that it is writable. Raises: StateError."""
-    if folder is None:
-        return
-    if folder.exists() and not folder.is_dir():
-        raise StateError(f"state = {folder} is not a folder. Choose another one.")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        fault = disk_fault(error, folder, what="state =")
-        cure = "" if "another folder" in fault else " Or choose another folder."
-        raise StateError(f"{fault}{cure}") from error
 
 
 @contextlib.contextmanager

@@ -15,13 +15,14 @@ try:
 
     from kinlens.embedder.programs.console import VersionOption
     from kinlens.service.app import create_app
+    from kinlens.service.checks import exposures, make_state
     from kinlens.service.commands import backup, check, feedback, options
     from kinlens.service.commands.options import app
-    from kinlens.service.commands.settings import unknown_variables
     from kinlens.service.http.server import listen, serve_on, url_of
     from kinlens.service.jobs.manager import JobManager
     from kinlens.service.observe.logs import configure_logs
     from kinlens.service.runtime import missing_image_roots
+    from kinlens.service.variables import unknown_variables
 except ModuleNotFoundError as missing:
     raise SystemExit(missing_package("kinlens-serve", missing, "cpu", "gpu")) from None
 
@@ -48,7 +49,7 @@ def serve(
         return
     settings = options.read_settings(**given)
     configure_logs(settings.log_level)
-    options.make_state(settings.state)
+    make_state(settings.state)
     _warn(unknown_variables())
     service = create_app(settings)
     listener = listen(settings.host, settings.port)
@@ -57,7 +58,7 @@ def serve(
         typer.echo(f"Kinlens is at {url_of(listener)} (Ctrl-C ends it)")
         runtime = service.state.runtime
         _warn([*missing_image_roots(runtime.galleries), *runtime.hidden.values()])
-        _warn(check.exposures(settings))
+        _warn(exposures(settings))
 
     serve_on(service, listener, settings, announce)
 
@@ -67,7 +68,7 @@ def _warn(texts: list[str]) -> None:
         typer.echo(f"Warning: {text}")
 
 
-@app.command()
+@app.command(epilog="Example: kinlens-serve work --state /var/lib/kinlens")
 @options.refusals()
 def work(
     state: options.State = None,
@@ -83,11 +84,11 @@ def work(
     """
     settings = options.read_settings(state=state, log_level=log_level)
     configure_logs(settings.log_level)
-    options.make_state(settings.state)
+    make_state(settings.state)
     JobManager(settings.model_copy(update={"jobs": "here"})).work(once)
 
 
-app.command()(check.check)
+app.command(epilog=check.EXAMPLE)(check.check)
 app.command(epilog=backup.BACKUP_EXAMPLE)(backup.backup)
 app.command(epilog=backup.RESTORE_EXAMPLE)(backup.restore)
 app.add_typer(feedback.app, name="feedback")

@@ -8,10 +8,10 @@ import pytest
 from pydantic import ValidationError
 from typer.testing import CliRunner
 
-from kinlens.service.commands.check import exposures
+from kinlens.service.checks import exposures
 from kinlens.service.commands.program import app
-from kinlens.service.commands.settings import unknown_variables, variables
 from kinlens.service.settings import GROUPS, Settings
+from kinlens.service.variables import unknown_variables, variables
 
 
 def call(*arguments: str) -> str:

@@ -1,25 +1,17 @@
 """Output of the commands: results on stdout, progress and errors on stderr."""
 
 import contextlib
-import math
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 import typer
 from pydantic import TypeAdapter
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    ProgressColumn,
-    Task,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-)
-from rich.text import Text
 
 from kinlens.embedder.errors import KinlensError, disk_fault
 from kinlens.embedder.programs.console import print_error
+from kinlens.embedder.programs.progress import console as err
+from kinlens.embedder.programs.progress import progress_bar
 from kinlens.indexer.ingest.embed import Failure
 from kinlens.reports import Report
 from kinlens.values import AttributeValue
@@ -30,10 +22,7 @@ SHOWN = 10
 SKIPPED = 3
 """Exit status if the work is done, but some images were skipped."""
 
-_SPEED_PERIOD_S = 600.0  # covers several batches, each of which may take minutes
-
 out = Console(soft_wrap=True, markup=False, highlight=False, emoji=False)
-err = Console(stderr=True, markup=False, highlight=False, emoji=False)
 
 
 @contextlib.contextmanager
@@ -58,54 +47,8 @@ def errors_shown() -> Iterator[None]:
         raise typer.Exit(1) from interrupt
 
 
-class Advance:
-    """Advances a progress bar, which appears at the first call."""
-
-    def __init__(self, progress: Progress, label: str, total: int) -> None:
-        self._progress = progress
-        self._label = label
-        self._total = total
-        self._task: TaskID | None = None
-
-    def __call__(self, count: int) -> None:
-        """Report `count` more finished units."""
-        self._progress.advance(self.begin(), count)
-
-    def begin(self) -> TaskID:
-        """Show the bar."""
-        if self._task is None:
-            self._task = self._progress.add_task(self._label, total=self._total)
-        return self._task
-
-    def then(self, label: str, total: int) -> "Advance":
-        """A bar below this one, for the next stage of the work."""
-        return Advance(self._progress, label, total)
-
-
-@contextlib.contextmanager
-def progress(total: int, label: str, unit: str = "items") -> Iterator[Advance]:
-    """A progress bar with speed and remaining time on stderr."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed:,} of {task.total:,}"),
-        _Speed(unit),
-        TimeRemainingColumn(elapsed_when_finished=True),
-    )
-    with Progress(*columns, console=err, speed_estimate_period=_SPEED_PERIOD_S) as bars:
-        advance = Advance(bars, label, total)
-        advance.begin()
-        yield advance
-
-
-class _Speed(ProgressColumn):
-    def __init__(self, unit: str) -> None:
-        super().__init__()
-        self._unit = unit
-
-    def render(self, task: Task) -> Text:
-        elapsed_s = task.finished_time or task.elapsed or math.inf
-        return Text(f"{task.speed or task.completed / elapsed_s:.1f} {self._unit}/s")
+progress = partial(progress_bar, shown=True)
+"""The progress bar of a command, of which a log file gets the last line."""
 
 
 def print_report(report: object, json: bool, *lines: str) -> None:

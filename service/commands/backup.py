@@ -1,7 +1,5 @@
 """`kinlens-serve backup` and `restore`: copy all data of a service to one folder, and back."""
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,7 +7,7 @@ import typer
 
 from kinlens.embedder.errors import KinlensError, StateMissingError
 from kinlens.embedder.programs.console import JsonOption
-from kinlens.indexer.types import Progress as OnProgress
+from kinlens.embedder.programs.progress import progress_bar
 from kinlens.service.backups import folder as backups
 from kinlens.service.commands import options
 from kinlens.service.galleries.locations import Locations
@@ -35,7 +33,7 @@ def backup(
     Use the same options, or environment, as the service. Data that is not included is listed.
     """
     settings = options.read_settings(**given)
-    with _progress(None, "Copying") as advance:
+    with progress_bar(None, "Copying", "bytes", shown=True) as advance:
         report = backups.back_up(settings, out, advance)
     _show(report, as_json, f"Backup {out}")
 
@@ -52,14 +50,14 @@ def restore(
     """Restore a whole backup to a new or empty state folder, after verifying all its files."""
     size = sum(file.stat().st_size for file in source.rglob("*") if file.is_file())
     if check:
-        with _progress(size, "Checking") as advance:
+        with progress_bar(size, "Checking", "bytes", shown=True) as advance:
             report = backups.check(source, advance)
         _show(report, as_json, f"Backup {source} is complete")
         return
     folder = options.read_settings(state=state).state
     if folder is None:
         raise StateMissingError("A restore needs a state folder. Set it with --state DIR.")
-    with _progress(2 * size, "Restoring") as advance:
+    with progress_bar(2 * size, "Restoring", "bytes", shown=True) as advance:
         report = backups.restore(source, folder, advance)
     _show(report, as_json, f"Restored {source}")
     hidden = _hidden(folder)
@@ -85,17 +83,6 @@ def _hidden(state: Path) -> dict[str, str]:
         return Locations(options.read_settings(state=state)).hidden()
     except (KinlensError, OSError) as error:
         return {"": str(error)}
-
-
-@contextlib.contextmanager
-def _progress(total: int | None, label: str) -> Iterator[OnProgress]:
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn(label), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(label, total=total)
-        yield lambda done: bar.advance(task, done)
 
 
 def _show(report: backups.Backup, as_json: bool, title: str) -> None:

@@ -10,8 +10,7 @@ from rich.console import Console
 
 from kinlens.embedder.errors import KinlensError, disk_fault
 from kinlens.embedder.programs.console import print_error
-from kinlens.embedder.programs.progress import console as err
-from kinlens.embedder.programs.progress import progress_bar
+from kinlens.embedder.programs.progress import console, progress_bar
 from kinlens.indexer.ingest.embed import Failure
 from kinlens.reports import Report
 from kinlens.values import AttributeValue
@@ -22,6 +21,7 @@ SHOWN = 10
 SKIPPED = 3
 """Exit status if the work is done, but some images were skipped."""
 
+err = console
 out = Console(soft_wrap=True, markup=False, highlight=False, emoji=False)
 
 

@@ -72,7 +72,10 @@ class Commands(TyperGroup):
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         names = self.list_commands(ctx)
-        titles = {name: str(self.commands[name].rich_help_panel or "Commands") for name in names}
+        titles = {
+            name: str(getattr(self.commands[name], "rich_help_panel", "") or "Commands")
+            for name in names
+        }
         width = max(map(len, names), default=0)
         for title in dict.fromkeys(titles.values()):
             with formatter.section(title):

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
-from typing import Protocol, Self, TypeVar, get_args
+from typing import Any, Protocol, Self, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -318,6 +318,13 @@ class BundleFacts:
 
 class OnnxEmbedder(BundleFacts):
     """A bundle on an engine; `open` checks it against its golden vectors."""
+
+    report: Any = None
+    """What was measured by the function that wrote the bundle, such as `kinlens.adapt`."""
+
+    def _repr_html_(self) -> str | None:
+        """The report in a notebook."""
+        return None if self.report is None else str(self.report._repr_html_())
 
     def __init__(
         self, bundle: Bundle, model: Model, limits: ImageLimits, mode: Mode = FP32

@@ -24,8 +24,14 @@ if TYPE_CHECKING:
     from kinlens.client import AsyncClient, Client
     from kinlens.library.bundles import load_bundle
     from kinlens.library.galleries import open_gallery
+    from kinlens.library.models import adapt, attach, import_model, teach_words
 
-__all__ = ["AsyncClient", "Client", "__version__", "load_bundle", "open_gallery"]
+# fmt: off
+__all__ = [
+    "AsyncClient", "Client", "__version__", "adapt", "attach", "import_model", "load_bundle",
+    "open_gallery", "teach_words",
+]
+# fmt: on
 
 __version__ = "0.2.0"
 
@@ -33,9 +39,14 @@ refuse_telemetry()
 
 _CLIENT = {"AsyncClient": "kinlens.client", "Client": "kinlens.client"}
 _ENGINES = ("cpu", "gpu")
+_TRAINING = ("cpu,training", "gpu,training")
 _LIBRARY = {
     "load_bundle": ("kinlens.library.bundles", _ENGINES),
     "open_gallery": ("kinlens.library.galleries", _ENGINES),
+    "adapt": ("kinlens.library.models", _TRAINING),
+    "attach": ("kinlens.library.models", _TRAINING),
+    "import_model": ("kinlens.library.models", _TRAINING),
+    "teach_words": ("kinlens.library.models", _TRAINING),
 }
 """The module of a name, and the extras that bring what it imports; any one of them is enough."""
 _SUBMODULES = ("client", "errors", "models")

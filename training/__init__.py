@@ -11,15 +11,21 @@ dimensions, C classes. The names are imported on first use, as torch takes secon
 """
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kinlens.training.api import *  # noqa: F403
+    from kinlens.training.public import *  # noqa: F403
+
+_MODULES = ("api", "public")
 
 
 def __getattr__(name: str) -> Any:
-    if not name.startswith("_"):
-        public = import_module(f"{__name__}.api")
-        if name in public.__all__:
-            return getattr(public, name)
+    # A module of this package is imported by Python itself.
+    if not name.startswith("_") and find_spec(f"{__name__}.{name}") is None:
+        for module in _MODULES:
+            public = import_module(f"{__name__}.{module}")
+            if name in public.__all__:
+                return getattr(public, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

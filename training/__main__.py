@@ -21,13 +21,10 @@ try:
     import typer
 
     from kinlens.embedder.programs.console import VersionOption, new_program, print_error
-    from kinlens.training.commands.adapt import adapt
-    from kinlens.training.commands.attach import attach
     from kinlens.training.commands.data import app as data_app
     from kinlens.training.commands.fit import crossval, fit, new, report, search, tournament
-    from kinlens.training.commands.imports import import_onnx
     from kinlens.training.commands.models import evaluate, export
-    from kinlens.training.commands.words import teach_words
+    from kinlens.training.commands.shop import adapt, attach, import_onnx, teach_words
 except ModuleNotFoundError as missing:
     raise _needs(missing) from None
 

@@ -111,7 +111,7 @@ def test_new_leaves_no_job_for_a_folder_that_cannot_be_trained_on(tmp_path: Path
     for folder, message in (
         (empty, "has no images"),
         (odd, "Rename the folder"),
-        ("nowhere", "--data nowhere does not exist"),
+        ("nowhere", "nowhere does not exist"),
     ):
         refused(["new", "--data", folder, "--out", job], message)
     assert not job.exists()

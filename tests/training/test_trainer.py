@@ -15,7 +15,6 @@ from torch import nn
 
 from kinlens.embedder.errors import CheckpointError, DatasetError, JobError, TrainingError
 from kinlens.training.checkpoint import FILE, Epoch, Figures, load_checkpoint, load_chosen
-from kinlens.training.commands.jobs import load_images, with_settings
 from kinlens.training.config.job import Job, parse_job
 from kinlens.training.config.settings import Optimizer, Runtime, rate
 from kinlens.training.data.load import load_split
@@ -25,6 +24,7 @@ from kinlens.training.evaluation.evaluate import embed
 from kinlens.training.folder import Result, read_result, replace_text
 from kinlens.training.report.log import ConsoleListener, progress_bar
 from kinlens.training.runner import run_job
+from kinlens.training.sources import load_images, with_settings
 from kinlens.training.state import create_run
 from kinlens.training.trainer import fit, train_step
 from tests.training.jobs import Silent, Stopping, small_job

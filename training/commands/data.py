@@ -1,14 +1,13 @@
 """kinlens-train data: render, download, split, doctor."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from kinlens.training.commands.jobs import AllowPartial, section
-from kinlens.training.report.log import progress_bar
+from kinlens.training import api
+from kinlens.training.commands.options import AllowPartial, section
 
 app = typer.Typer(
     help="Create, download and check data sets.",
@@ -29,14 +28,11 @@ def render(
 
     Example: kinlens-train data render /tmp/shop --products 90
     """
-    from kinlens.rendered.catalogue import write_catalogue
     from kinlens.training.config.settings import RenderedData
 
     numbers = {"products": products, "views": views, "size_px": size_px, "seed": seed}
     section(RenderedData, kind="rendered", root=str(out), **numbers)
-    with progress_bar() as bar:
-        task = bar.add_task("render products", total=products * views)
-        write_catalogue(out, **numbers, on_image=lambda: bar.advance(task))
+    api.render(out, **numbers)
     typer.echo(f"{products * views} images in {out}")
 
 
@@ -53,18 +49,15 @@ def download(
 
     Example: kinlens-train data download cub --root data
     """
-    from kinlens.training.data.download import BY_HAND, find_source, obtain
+    from kinlens.training.data.download import BY_HAND, find_source
 
     if name in BY_HAND:
         typer.echo(BY_HAND[name].format(root=root))
         raise typer.Exit(1)
-    source = find_source(name)
-    if (root / source.folder).exists():
-        typer.echo(f"{root / source.folder} exists already; nothing was downloaded.")
-    else:
-        typer.echo(f"{source.name} is distributed {source.licence}.")
-        obtain(source, root, url, keep_archive, typer.echo)
-    folder = root / source.folder
+    folder = root / find_source(name).folder
+    if folder.exists():
+        typer.echo(f"{folder} exists already; nothing was downloaded.")
+    api.download(name, root, url=url, keep_archive=keep_archive)
     typer.echo(f'data.kind = "{name}", data.root = "{folder}"')
     typer.echo(f"Check it: kinlens-train data doctor {folder}")
 
@@ -85,9 +78,7 @@ def split(
 
     Example: kinlens-train data split data/in-shop --out lists
     """
-    from kinlens.training.data.load import write_lists
-
-    lists = write_lists(path, out, kind, allow_partial)
+    lists = api.split(path, out, kind=kind, allow_partial=allow_partial)
     for name, images in lists.items():
         typer.echo(f"{name}: {len(images):,} images in {out / f'{name}.csv'}")
     typer.echo(f"images: {lists['test'].root}")
@@ -116,15 +107,14 @@ def doctor(
 
     Example: kinlens-train data doctor data/CUB_200_2011
     """
-    from kinlens.training.data.doctor import examine
-
-    with progress_bar() as bar:
-
-        def watch(total: int) -> Callable[[], None]:
-            task = bar.add_task("look at images", total=total)
-            return lambda: bar.advance(task)
-
-        report = examine(path, kind, file, quick, allow_partial, watch, feedback or ())
+    report = api.doctor(
+        path,
+        kind=kind,
+        file=file,
+        quick=quick,
+        allow_partial=allow_partial,
+        feedback=feedback or (),
+    )
     if as_json:
         typer.echo(json.dumps(report.as_dict(), indent=2))
     else:

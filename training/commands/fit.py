@@ -1,7 +1,5 @@
 """kinlens-train new, fit, crossval, search, tournament and report: one training, or several."""
 
-import json
-import re
 import shlex
 from pathlib import Path
 from typing import Annotated, Literal
@@ -9,22 +7,19 @@ from typing import Annotated, Literal
 import typer
 
 from kinlens.embedder.errors import JobError
-from kinlens.training.commands.jobs import (
+from kinlens.training import api
+from kinlens.training.commands.options import (
     AllowPartial,
     ChooseByTest,
     Data,
     JobName,
     Overrides,
     Verbose,
-    job_of,
-    load_images,
     settings_of,
-    shop_of,
     stoppable,
-    summary,
 )
-from kinlens.training.config.layers import JOBS
-from kinlens.training.report.log import console, console_listener, note
+from kinlens.training.report.log import note
+from kinlens.training.sources import job_of
 
 _RESUME = "Call again with the same --out to resume."
 
@@ -55,28 +50,16 @@ def fit(
     settings = job_of(job, settings_of(overrides, allow_partial))
     settings.protocol.require_flag(choose_by_test)
     # Imported after the job is read, as torch takes seconds.
-    from kinlens.training.checkpoint import FILE, load_checkpoint
-    from kinlens.training.distributed import is_main, main_first, process_group
-    from kinlens.training.report.log import TRACKERS, Callbacks
-    from kinlens.training.runner import require_fresh_or_resumable, run_job
+    from kinlens.training.distributed import is_main
+    from kinlens.training.report.log import TRACKERS
 
     if unknown := set(track or ()) - TRACKERS.keys():
         raise JobError(f"--track {min(unknown)} is unknown; use {' or '.join(TRACKERS)}.")
     trackers = [TRACKERS[name]() for name in track or () if is_main()]
     folder = out or Path("runs") / settings.name
-    require_fresh_or_resumable(folder, resume)
-    with process_group(settings.runtime.device):
-        console.quiet = not is_main()
-        with main_first():
-            begun = load_checkpoint(folder).split_sha256 if (folder / FILE).exists() else ""
-            split = load_images(settings, expected=begun)
-        note(f"{settings.name}: {summary(split)}")
-        resume_it = f"Finished epochs are kept. Resume: --out {folder} --resume."
-        with stoppable(resume_it), console_listener(verbose) as listener:
-            followers = Callbacks([listener, *trackers])
-            followers.started(settings)
-            followers.finished(run_job(settings, split, folder, followers))
-        note(f"Report: {folder / 'report.md'}")
+    with stoppable(f"Finished epochs are kept. Resume: --out {folder} --resume."):
+        api.fit(settings, out=folder, callbacks=trackers, resume=resume, verbose=verbose)
+    note(f"Report: {folder / 'report.md'}")
 
 
 def new(
@@ -90,30 +73,8 @@ def new(
 
     Example: kinlens-train new --data /my/shop --out shop.toml && kinlens-train fit shop.toml
     """
-    if out.exists():
-        raise JobError(f"{out} exists already. Delete it, or give another --out.")
-    root, name, table = shop_of(data)
-    from kinlens.training.config.job import load_job
-    from kinlens.training.data.samplers import BatchSampler
-    from kinlens.training.folder import replace_text
-
-    weights = str(Path(weights).resolve()) if Path(weights).exists() else weights
-    text = (JOBS / "shop.toml").read_text(encoding="utf-8")
-    for key, value in {"name": name, "root": str(root), "weights": weights}.items():
-        text = _with_value(text, key, value)
-    if table:
-        text = text.replace('kind = "folder"', f'kind = "csv"\nfile = {json.dumps(table)}', 1)
-    replace_text(out, text)
-    try:
-        job = load_job(out)
-        split = load_images(job)
-        steps = len(BatchSampler(job, split.train.labels, 0, 1))
-    except BaseException:
-        out.unlink()
-        raise
-    epochs = job.optimizer.enough_epochs(steps).epochs
-    note(f"{summary(split)}; {epochs} epochs of {steps} steps")
-    command = shlex.join(["kinlens-train", "fit", str(out), "--out", f"runs/{name}"])
+    job = api.new(data, out, weights=weights)
+    command = shlex.join(["kinlens-train", "fit", str(out), "--out", f"runs/{job.name}"])
     note(f"Train it: {command}")
     if weights == "imagenet":
         note(
@@ -134,18 +95,12 @@ def crossval(
 
     Example: kinlens-train crossval cars196-half --folds 10 --out runs/cars-crossval
     """
-    from kinlens.training.config.job import load_job, with_absolute_paths
-    from kinlens.training.studies.validation import cross_validate, scores
-
-    settings = with_absolute_paths(load_job(job, settings_of(overrides, allow_partial)))
-    folder = out or Path("runs") / f"{settings.name}-crossval"
     with stoppable(_RESUME):
-        split = load_images(settings, hold_out=False)
-        with console_listener() as listener:
-            found = cross_validate(settings, split, folder, listener, folds, seed)
-    for name, score in scores(found).items():
+        found = api.crossval(
+            job, folds=folds, out=out, seed=seed, settings=settings_of(overrides, allow_partial)
+        )
+    for name, score in found.items():
         typer.echo(f"{name} {score['mean']:.2f} ± {score['std']:.2f}")
-    note(f"Report: {folder / 'report.md'}")
 
 
 def search(
@@ -171,21 +126,21 @@ def search(
 
     Example: kinlens-train search cars196-half --space space.toml --trials 50 --epochs 10
     """
-    from kinlens.training.config.job import load_job, with_absolute_paths
-    from kinlens.training.studies import validation as study
-
-    wanted = load_job(study.job_for(job, space), settings_of(overrides, allow_partial))
-    settings = with_absolute_paths(wanted)
-    plan = study.Plan(study.load_space(space), trials, validation, seed, epochs, sampler)
-    folder = out or Path("runs") / f"{settings.name}-search"
     with stoppable(_RESUME):
-        split = load_images(settings, hold_out=False)
-        with console_listener() as listener:
-            best = study.search(settings, split, plan, folder, listener)
+        best = api.search(
+            job,
+            space,
+            trials=trials,
+            out=out,
+            validation=validation,
+            epochs=epochs,
+            sampler=sampler,
+            seed=seed,
+            settings=settings_of(overrides, allow_partial),
+        )
     typer.echo(f"best: trial {best.number}, R@1 {best.score:.2f} on validation classes")
     for name, value in best.values.items():
         typer.echo(f"{name} = {value}")
-    note(f"Test it once: kinlens-train fit {folder / 'best.toml'}")
 
 
 def tournament(
@@ -202,23 +157,16 @@ def tournament(
 
     Example: kinlens-train tournament grid.toml --out runs/tournament
     """
-    from kinlens.training.studies.tournament import load_grid, play, read_runs
-
-    runs = load_grid(grid, settings_of(overrides, allow_partial))
-    for run in runs:
-        run.job.protocol.require_flag(choose_by_test)
-    folder = out or Path("runs") / grid.stem
+    settings = settings_of(overrides, allow_partial)
+    with stoppable(_RESUME):
+        found = api.tournament(
+            grid, out=out, plan=plan, choose_by_test=choose_by_test, settings=settings
+        )
     if plan:
-        found = read_runs(runs, folder)
         for run in found:
             typer.echo(f"{'finished' if run.result else 'to do':9} {run.job.name}")
         typer.echo(f"{len(found)} runs, {sum(run.result is not None for run in found)} finished")
-        return
-
-    with stoppable(_RESUME):
-        found = play(runs, folder, note)
-    note(f"Report: {folder / 'report.md'}")
-    if any(run.result is None for run in found):
+    elif any(run.result is None for run in found):
         raise typer.Exit(1)
 
 
@@ -253,28 +201,6 @@ def report(
 
     kinlens-train report losses.json runs/losses/runs/*/*/*/seed-* --by loss.name
     """
-    from dataclasses import asdict
-
-    from kinlens.training.folder import replace_json
-    from kinlens.training.studies import tables
-
-    known = tables.read_study(study)
-    pairs = (text.rpartition("=") for text in against or ())
-    others = {method: other for method, _, other in pairs}
-    if runs or others:
-        known = known.merged(tables.records_of(runs or (), by), others)
-        replace_json(study, asdict(known))
-    if not known.records:
-        raise JobError(f"{study} has no runs. Pass finished run folders to add.")
-    lines = tables.methods(known)
+    table = api.compare(study, runs or (), against=against or (), by=by, page=page)
     if page is None:
-        typer.echo("\n".join(lines))
-    else:
-        tables.replace_block(page, study.stem, lines)
-
-
-def _with_value(text: str, key: str, value: str) -> str:
-    """The job file `text` with `value` for the first `key`; comments stay."""
-    # A function, as a replacement string would interpret the backslashes of a path.
-    line = re.compile(rf'^({key} = )"[^"]*"', flags=re.MULTILINE)
-    return line.sub(lambda found: found[1] + json.dumps(value, ensure_ascii=False), text, count=1)
+        typer.echo(table)

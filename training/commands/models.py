@@ -1,43 +1,22 @@
 """kinlens-train evaluate and export: measure a model, and write its bundle."""
 
 import json
-from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kinlens.embedder.errors import DatasetError, JobError
-from kinlens.training.commands.jobs import (
+from kinlens.training import api
+from kinlens.training.commands.options import (
     Overrides,
-    load_images,
-    require_run,
+    Precisions,
+    WithMap,
+    precisions_of,
     section,
-    shop_of,
-    with_settings,
 )
-from kinlens.training.report.log import note, progress_bar
 
 if TYPE_CHECKING:
     from kinlens.embedder.bundle import Bundle
-    from kinlens.embedder.manifest import Precision, Preprocessing
-    from kinlens.embedder.seen import Seen
-    from kinlens.training.config.job import Job
-    from kinlens.training.data.records import LabelledImages
-
-    Model = tuple[Any, Preprocessing, Job | None, str | None, Seen | None]
-    """A network as a function of images, its input; if known, its job, the digest of its split, and
-    what it was trained on."""
-
-Precisions = Annotated[
-    list[str] | None,
-    typer.Option(help="Also in this precision: int8 or bf16 (CPU), fp16 (GPU). Repeatable."),
-]
-WithMap = Annotated[
-    bool,
-    typer.Option("--map", help="Also a map that shows where images match, as large as the model."),
-]
 
 KeepWeights = Annotated[
     bool,
@@ -45,7 +24,6 @@ KeepWeights = Annotated[
         "--keep-weights", help="Also weights.safetensors, to continue the training of any network."
     ),
 ]
-
 
 _OPEN_CLIP = "open_clip:"
 
@@ -80,143 +58,16 @@ def evaluate(
 
     kinlens-train evaluate bundles/shop --precision bf16
     """
-    require_run(source)
-    from kinlens.training.evaluation.retrieval import with_interval
-
-    figures, queries = figures_of(source, overrides, data, full, precision, engine, plot)
-    if as_json:
-        typer.echo(json.dumps(figures))
-        return
-    for name, value in figures.items():
-        shown = with_interval(value, queries) if name.startswith("R@") else f"{value:.4g}"
-        typer.echo(f"{name} {shown}")
-
-
-def figures_of(
-    source: Path,
-    overrides: Sequence[str] | None = None,
-    data: Path | None = None,
-    full: bool = False,
-    precision: str = "fp32",
-    engine: str = "auto",
-    plot: Path | None = None,
-) -> tuple[dict[str, float], int]:
-    """The figures of a run or bundle, as of the command `evaluate`, and the number of queries."""
-    import torch
-
-    from kinlens.embedder.bundle import MANIFEST
-    from kinlens.training.config.settings import Runtime
-    from kinlens.training.evaluation.evaluate import embed_with, evaluate_embeddings, searched
-    from kinlens.training.evaluation.retrieval import queries_in
-    from kinlens.training.evaluation.structure import require_distinct
-    from kinlens.training.report.page import draw_embeddings, require_plot
-
-    if plot is not None:
-        require_plot(plot)
-    if (source / MANIFEST).is_file():
-        embed, spec, job, split_sha256, seen = _of_bundle(source, precision, engine)
-    elif precision != "fp32" or engine != "auto":
-        raise JobError(
-            f"--precision and --engine need a bundle, and {source} is a run. Export it first: "
-            "kinlens-train export."
-        )
-    else:
-        embed, spec, job, split_sha256, seen = _of_run(source)
-    if data is not None:
-        if overrides:
-            raise JobError("--set changes the job's own images; omit it with --data.")
-        parts = [_images(data)]
-    elif job is None or split_sha256 is None:
-        raise JobError(
-            f"The bundle {source} was made without a job, so it has no test images. Pass some: "
-            "--data /my/shop, a folder of class folders."
-        )
-    else:
-        job = with_settings(job, overrides, ("data.", "recall_at="))
-        split = load_images(job, expected=split_sha256)
-        split.require(split_sha256, str(source))
-        parts = split.tested
-    queries = queries_in(*parts)
-    note(f"{len(parts[0]):,} images of {parts[0].classes:,} classes, {queries:,} queries")
-    _warn_of_seen(parts[0], seen, is_own=data is None)
-    runtime = Runtime() if job is None else job.runtime
-    with progress_bar() as bar:
-        task = bar.add_task("embed", total=sum(map(len, parts)))
-        watch = partial(bar.advance, task)
-        vectors = [embed_with({"": embed}, part, spec, runtime, watch)[""] for part in parts]
-    settings: dict[str, Any] = {} if job is None else {"ks": job.recall_at, "seed": job.seed}
-    require_distinct(torch.from_numpy(vectors[0]), parts[0].labels)
-    figures = evaluate_embeddings(*searched(vectors, parts), full=full, **settings)
-    if plot is not None:
-        draw_embeddings(plot, vectors[0], parts[0], 0 if job is None else job.seed)
-        note(f"Plot: {plot}")
-    return figures, queries
-
-
-def _of_bundle(source: Path, precision: str, engine: str) -> "Model":
-    from kinlens.embedder.bundle import Bundle
-    from kinlens.embedder.engines.models import SessionSettings
-    from kinlens.embedder.manifest import AskedEngine, AskedPrecision
-    from kinlens.embedder.session import OnnxEmbedder
-    from kinlens.training.config.job import parse_job
-
-    asked: dict[str, Any] = {"precision": precision, "engine": engine}
-    for kind, (name, value) in zip((AskedPrecision, AskedEngine), asked.items(), strict=True):
-        if value not in get_args(kind):
-            raise JobError(f"--{name} {value} is not one of {', '.join(get_args(kind))}.")
-    bundle = Bundle.open(source)
-    manifest = bundle.manifest
-    job = parse_job(manifest.job) if manifest.job else None
-    opened = OnnxEmbedder.open(bundle, SessionSettings(**asked))
-    if precision != "fp32" or engine != "auto":
-        note(f"in {opened.mode}: {opened.precision_reason}")
-    return opened.embed, manifest.preprocessing, job, manifest.split_sha256, bundle.seen()
-
-
-def _of_run(source: Path) -> "Model":
-    from kinlens.training.checkpoint import load_chosen
-    from kinlens.training.config.settings import Runtime
-    from kinlens.training.device import choose_device
-    from kinlens.training.models.embedding import torch_embed
-    from kinlens.training.runner import seen_in
-
-    checkpoint = load_chosen(source)
-    job, net = checkpoint.network()
-    embed = partial(torch_embed, net.to(choose_device(Runtime())))
-    return embed, job.input.preprocessing(), job, checkpoint.split_sha256, seen_in(source)
-
-
-def _images(data: Path) -> "LabelledImages":
-    from kinlens.training.config.settings import MAX_DAMAGED
-    from kinlens.training.data.load import read_folder, read_table, without_damaged
-    from kinlens.training.data.records import labelled
-
-    root, _, table = shop_of(data)
-    given = f"--data {data}"
-    records = read_table(root, table, given) if table else read_folder(root, given)
-    records, damaged = without_damaged(root, records, MAX_DAMAGED)
-    if damaged:
-        note(f"{len(damaged):,} image(s) are damaged and skipped: {' '.join(damaged[:5])}")
-    images = labelled(root, records)
-    if images.classes < 2:
-        raise DatasetError(
-            f"{data} has one class, {images.class_names[0]!r}, so every answer would be right. "
-            "Give images of 2 classes or more, each in a sub-folder of its own."
-        )
-    return images
-
-
-def _warn_of_seen(images: "LabelledImages", seen: "Seen | None", *, is_own: bool) -> None:
-    """Figures on classes that a model was trained on are not comparable with those of others."""
-    if seen is None:
-        if not is_own:
-            note("If the model was trained on some of these images, the figures are too high.")
-    elif known := images.seen_by(seen):
-        note(
-            f"The model was trained on {len(known):,} of these {images.classes:,} classes, such as "
-            f"{known[0]!r}, so the figures are too high. Compare models on classes that neither of "
-            "them was trained on."
-        )
+    figures = api.evaluate(
+        source,
+        data,
+        full=full,
+        precision=precision,
+        engine=engine,
+        plot=plot,
+        settings=overrides or (),
+    )
+    typer.echo(json.dumps(figures) if as_json else "\n".join(figures.lines()))
 
 
 def export(
@@ -283,7 +134,7 @@ def export(
         from kinlens.training.bundles.bundle import export_backbone
         from kinlens.training.config.settings import Input, Model
 
-        if len(set(precisions)) > 1:
+        if precisions:
             raise typer.BadParameter(
                 "--precision compares with fp32 on images, which --backbone lacks; give a run"
             )
@@ -291,58 +142,17 @@ def export(
         spec = section(Input, size_px=size_px, resize_px=resize_px)
         describe(export_backbone(backbone, model, spec, out, with_map))
     if run is not None:
-        bundle = export_run(
-            run, out, overrides, precisions, skip_refused, trunk, with_map, keep_weights
+        bundle = api.export(
+            run,
+            out,
+            precisions=precisions,
+            keep_weights=keep_weights,
+            trunk=trunk,
+            with_map=with_map,
+            skip_refused=skip_refused,
+            settings=overrides or (),
         )
         describe(bundle)
-
-
-def export_run(
-    run: Path,
-    out: Path,
-    overrides: Sequence[str] | None = None,
-    precisions: Sequence["Precision"] = ("fp32",),
-    skip_refused: bool = False,
-    trunk: bool = False,
-    with_map: bool = False,
-    keep_weights: bool = False,
-) -> "Bundle":
-    """The bundle of a run in the new folder `out`. Raises: ExportError, BundleError."""
-    require_run(run)
-    from kinlens.training.bundles.bundle import export_checkpoint, images_to_embed
-    from kinlens.training.checkpoint import load_chosen
-    from kinlens.training.config.job import parse_job
-    from kinlens.training.runner import seen_in
-
-    checkpoint = load_chosen(run)
-    job = with_settings(parse_job(checkpoint.job), overrides, ("data.",))
-    split = load_images(job, expected=checkpoint.split_sha256)
-    with progress_bar() as bar:
-        refused = note if skip_refused else None
-        task = bar.add_task("check recall", total=images_to_embed(split))
-        watch = partial(bar.advance, task)
-        return export_checkpoint(
-            checkpoint,
-            split,
-            out,
-            watch,
-            precisions,
-            refused,
-            trunk,
-            with_map,
-            seen_in(run),
-            keep_weights,
-        )
-
-
-def precisions_of(given: list[str] | None) -> tuple["Precision", ...]:
-    from kinlens.embedder.manifest import OtherPrecision
-
-    unknown = set(given or ()) - set(get_args(OtherPrecision))
-    if unknown:
-        known = ", ".join(get_args(OtherPrecision))
-        raise typer.BadParameter(f"--precision {min(unknown)} is not one of {known}")
-    return cast(tuple["Precision", ...], ("fp32", *(given or ())))
 
 
 def describe(bundle: "Bundle") -> None:

@@ -1,20 +1,20 @@
-"""Shared code of the commands: options, and loading of jobs and their images.
+"""What a user gives to train on: the name or tables of a job, and a folder or list of images.
 
-The modules of the commands import neither torch, numpy nor pydantic: all of them are loaded for
-each help text and each typing error.
+Neither torch, numpy nor pydantic is imported here: the programs load this for each typing error.
 """
 
+import csv
+import hashlib
+import io
 import json
+import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from kinlens.embedder.errors import CheckpointError, JobError
-from kinlens.training.config.layers import known_jobs, names_of, read_layers, read_top
+from kinlens.training.config.layers import names_of, read_layers, read_top
 from kinlens.training.report.log import note, progress_bar
 
 if TYPE_CHECKING:
@@ -22,34 +22,12 @@ if TYPE_CHECKING:
     from kinlens.training.config.job import Job
     from kinlens.training.data.records import Split
 
+Images = str | Path | Sequence[tuple[str | Path, str]] | Any
+"""A folder, a CSV, pairs (path, class), or a pandas DataFrame with the columns of a CSV."""
+
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 
 TRAIN_IT = "Set protocol.alpha=0.25, or train with `kinlens-train fit shop`."
-
-JobName = Annotated[str, typer.Argument(help=f"TOML file, or {known_jobs()}.")]
-Data = Annotated[
-    Path, typer.Option(help="Your images: a folder for each product, or an images.csv.")
-]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", help="Change a setting of the job: table.key=value. Repeatable."),
-]
-AllowPartial = Annotated[
-    bool, typer.Option("--allow-partial", help="Accept a subset of an official data set.")
-]
-Verbose = Annotated[
-    bool, typer.Option("--verbose", help="Also print the remarks and figures of the report.")
-]
-ChooseByTest = Annotated[
-    bool,
-    typer.Option(
-        "--choose-by-test", help="Let test classes choose the epoch; the report will show it."
-    ),
-]
-
-
-def settings_of(overrides: Sequence[str] | None, allow_partial: bool) -> list[str]:
-    return [*(overrides or ()), *(["data.allow_partial=true"] if allow_partial else [])]
 
 
 def job_of(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> "Job":
@@ -64,29 +42,36 @@ def job_of(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()
     return with_absolute_paths(job)
 
 
-def note_untrained(job: "Job", name: str, given: Collection[str]) -> None:
+def note_untrained(job: "Job", name: str, given: Collection[str], cure: str = TRAIN_IT) -> None:
     """Name the settings among `given` that act on training steps, if nothing is trained."""
     from kinlens.training.config.dead import without_steps
 
     if names := without_steps(job, given):
         fact = f"since {name} trains nothing after its start"
-        note(f"No effect: {', '.join(names)}, {fact}. {TRAIN_IT}")
+        note(f"No effect: {', '.join(names)}, {fact}. {cure}")
 
 
-def shop_of(data: Path) -> tuple[Path, str, str]:
-    """The folder of `--data`, a name for its job, and the name of its CSV or "". Raises: JobError.
+def shop_of(images: Images) -> tuple[Path, str, str]:
+    """The folder of images, a name for its job, and its CSV or "". Raises: JobError.
 
-    The CSV is `data` itself, or an images.csv in it.
+    The CSV is `images` itself, or an images.csv in it. A list or table is written to runs/.
     """
-    path = data.resolve()
+    if not isinstance(images, str | Path):
+        root, table = _listed(images)
+        return _named(root, table)
+    path = Path(images).resolve()
     if not path.exists():
-        raise JobError(f"--data {data} does not exist. Give the folder with your images.")
+        raise JobError(f"{images} does not exist. Give the folder with your images.")
     from kinlens.training.data.load import TABLE
 
     root = path.parent if path.is_file() else path
     table = path.name if path.is_file() else TABLE if (path / TABLE).is_file() else ""
     if not root.is_dir() or (table and not table.endswith(".csv")):
-        raise JobError(f"--data {data} is no folder or CSV. Give the folder with your images.")
+        raise JobError(f"{images} is no folder or CSV. Give the folder with your images.")
+    return _named(root, table)
+
+
+def _named(root: Path, table: str) -> tuple[Path, str, str]:
     if "$" in str(root):
         raise JobError(f"{root} has a $, which a job reads as a variable. Rename the folder.")
     try:
@@ -96,8 +81,45 @@ def shop_of(data: Path) -> tuple[Path, str, str]:
     return root, _NOT_IN_NAMES.sub("-", root.name).strip("-._") or "shop", table
 
 
+def _listed(images: Any) -> tuple[Path, str]:
+    """The folder that all images of a list or table are in, and the CSV that lists them there.
+
+    The CSV stays in runs/, since the run that is trained on it reads it again.
+    """
+    from kinlens.training.folder import replace_text
+
+    if hasattr(images, "columns"):
+        names = [str(column) for column in images.columns]
+        rows: list[Any] = [*images.itertuples(index=False)]
+    else:
+        names, rows = ["path", "class"], [*images]
+    if wrong := next((row for row in rows if isinstance(row, str) or len(row) != len(names)), None):
+        raise JobError(f"{wrong!r:.200} is not a pair (path, class). Give one for each image.")
+    if "path" not in names or not {"label", "class", "product"} & {*names}:
+        raise JobError(
+            f"The table has the columns {', '.join(names)}. It must have path and class."
+        )
+    if not rows:
+        raise JobError("The list of images is empty. Give a pair (path, class) for each image.")
+    at = names.index("path")
+    paths = [Path(row[at]).absolute() for row in rows]
+    root = os.path.commonpath([path.parent for path in paths])
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow(names)
+    for path, row in zip(paths, rows, strict=True):
+        cells = ["" if cell is None or cell != cell else str(cell) for cell in row]  # NaN
+        writer.writerow([*cells[:at], os.path.relpath(path, root), *cells[at + 1 :]])
+    content = text.getvalue()
+    digest = hashlib.sha256(f"{root}\n{content}".encode(errors="surrogateescape")).hexdigest()
+    file = Path("runs", f"images-{digest[:12]}.csv").absolute()
+    if not file.exists():
+        replace_text(file, content)
+    return Path(root), str(file)
+
+
 def shop_job(
-    data: Path,
+    images: Images,
     settings: Mapping[str, Any],
     options: Mapping[str, str],
     overrides: Sequence[str] = (),
@@ -106,7 +128,7 @@ def shop_job(
 
     `options` are the words by which the user gave `settings`.
     """
-    root, name, table = shop_of(data)
+    root, name, table = shop_of(images)
     from kinlens.training.config.job import load_job, with_absolute_paths
 
     content = [f"{key}={json.dumps(value)}" for key, value in {"name": name, **settings}.items()]
@@ -185,28 +207,6 @@ def load_images(job: "Job", hold_out: bool = True, expected: str = "") -> "Split
     for remark in [*remarks(job.data, split), *sentences(split)]:
         note(remark)
     return split
-
-
-@contextmanager
-def stoppable(how_to_resume: str) -> Iterator[None]:
-    try:
-        yield
-    except KeyboardInterrupt:
-        note(f"Stopped. {how_to_resume}")
-        raise typer.Exit(130) from None
-
-
-def section(kind: type[Any], /, **values: Any) -> Any:
-    """A table of a job from command line options. Raises: JobError."""
-    from pydantic import ValidationError
-
-    from kinlens.training.config.job import explain
-
-    try:
-        return kind(**values)
-    except ValidationError as error:
-        given = {name: f"--{name.replace('_', '-')} {value}" for name, value in values.items()}
-        raise JobError(" ".join(explain(fault, given) for fault in error.errors())) from error
 
 
 def summary(split: "Split") -> str:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Union
 
 from kinlens.embedder.errors import JobError
-from kinlens.training.config.layers import JOBS, read_layers
 from kinlens.training.bundles.measure import Figures, evaluate, export
+from kinlens.training.config.layers import JOBS, read_layers
 from kinlens.training.report.log import (
     Callback,
     Callbacks,

@@ -6,16 +6,17 @@ has what was measured, which a notebook shows. Errors name arguments as options 
 
 import base64
 import contextlib
+import functools
 import html
 import io
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, cast, get_args
 
 from kinlens.embedder.errors import ExportError, InvalidParameterError, JobError
+from kinlens.installs import missing_package
 from kinlens.training.config.layers import names_of
 from kinlens.training.report.log import console_listener, note, progress_bar
 from kinlens.training.sources import (
@@ -63,6 +64,31 @@ class Report:
         return f"<ul>{shown}</ul>{self.pictures()}"
 
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _with_training(function: Callable[P, T]) -> Callable[P, T]:
+    """Name the extra to install if a package is missing that a function imports when it is called.
+
+    Another module may be one of the user, such as the file of a backbone.
+    """
+
+    @functools.wraps(function)
+    def checked(*given: P.args, **named: P.kwargs) -> T:
+        try:
+            return function(*given, **named)
+        except ModuleNotFoundError as missing:
+            if missing.name not in ("torch", "torchvision", "onnx", "onnxruntime", "tokenizers"):
+                raise
+            name = f"kinlens.{function.__name__}"
+            reason = missing_package(name, missing, "cpu,training", "gpu,training")
+            raise ModuleNotFoundError(reason, name=missing.name) from missing
+
+    return checked
+
+
+@_with_training
 def adapt(
     images: Images,
     out: str | Path,
@@ -191,6 +217,7 @@ def _outcome(after: float | None, before: float | None, *, is_changed: bool) -> 
     )
 
 
+@_with_training
 def import_model(
     model: str | Path,
     out: str | Path,
@@ -284,7 +311,7 @@ def import_model(
             tested = split.test
             task = bar.add_task("embed", total=len(tested))
             asked: tuple[Precision, ...] = ("fp32", *precisions)
-            data = Measured(split, job, asked, partial(bar.advance, task), note)
+            data = Measured(split, job, asked, functools.partial(bar.advance, task), note)
         written = export_imported(graph, parity, named, licence, spec, out, data)
     manifest = written.manifest
     lines = [f"{named}: a model of {manifest.dim} numbers for each photo, licence {licence}"]
@@ -336,6 +363,7 @@ def _preprocessing(
         raise JobError(" ".join(explain(fault, given) for fault in error.errors())) from error
 
 
+@_with_training
 def attach(
     bundle: str | Path,
     out: str | Path,
@@ -419,6 +447,7 @@ def _labels(given: Sequence[str] | str | Path | None) -> list[str] | None:
         raise ExportError(f"The labels {given} cannot be read: {error}.") from error
 
 
+@_with_training
 def teach_words(
     bundle: str | Path,
     gallery: str | Path,
@@ -490,7 +519,7 @@ def _opened(
     from kinlens.library.bundles import load_bundle
 
     model = load_bundle(written.path)
-    pictures = partial(_pictures, model, tested) if tested is not None else str
+    pictures = functools.partial(_pictures, model, tested) if tested is not None else str
     model.report = Report(lines, figures, pictures)
     return model
 

@@ -418,7 +418,8 @@ def test_a_file_of_torchvision_is_indexed_searched_and_served(tmp_path: Path) ->
     network = exported_by_torch(tmp_path / "mobilenet.onnx")
     called("data", "render", tmp_path / "shop", "--products", 16, "--views", 4, "--size-px", 96)
     words = ("--licence", "bsd-3-clause", "--images", tmp_path / "shop", "--out", tmp_path / "b")
-    printed = called("import", tmp_path / "mobilenet.onnx", *TORCHVISION, *words)
+    model = tmp_path / "mobilenet.onnx"
+    printed = called("import", model, *TORCHVISION, *words, "--verbose")
     assert "ONNX and the imported file differ by at most" in printed
     bundle = Bundle.open(tmp_path / "b")
     embedder = OnnxEmbedder.open(bundle)
@@ -528,7 +529,7 @@ def test_int8_of_an_imported_network_passes_the_gate(tmp_path: Path) -> None:
     model = write_network(tmp_path / "network.onnx", tail, {"more": more / 9})
     words = ("import", model, "--size", SIDE, *NORMALIZED, "--licence", "x")
     images = ("--images", shop(tmp_path, 34), "--precision", "int8")
-    printed = called(*words, *images, "--out", tmp_path / "b")
+    printed = called(*words, *images, "--out", tmp_path / "b", "--verbose")
     bundle = Bundle.open(tmp_path / "b")
     flags = Path("/proc/cpuinfo").read_text().split() if Path("/proc/cpuinfo").exists() else []
     if {"avx512_vnni", "avx_vnni"}.intersection(flags):  # without it int8 saturates, is refused

@@ -40,7 +40,7 @@ _TRAIN_IT = "To train it, use `kinlens-train fit shop`."
 _BORDER = 0.875
 """Part of the resized image that the crop keeps, as ImageNet models are tested."""
 _PHOTOS, _QUERIES, _RESULTS, _SIDE_PX = 60, 4, 4, 96
-"""Of the pictures in a report: photos that are searched, queries, results, size."""
+"""Of the photos in a report: how many are searched, queries, results, size."""
 
 Channels = float | Sequence[float]
 """A number for each of red, green and blue, or one for all."""
@@ -53,7 +53,7 @@ class Report:
 
     lines: list[str]
     figures: dict[str, Any] = field(default_factory=dict)
-    pictures: Callable[[], str] = field(default=str, repr=False)
+    photos: Callable[[], str] = field(default=str, repr=False)
     """Results as HTML, made when a notebook shows them."""
 
     def __str__(self) -> str:
@@ -61,7 +61,7 @@ class Report:
 
     def _repr_html_(self) -> str:
         shown = "".join(f"<li>{html.escape(line)}</li>" for line in self.lines)
-        return f"<ul>{shown}</ul>{self.pictures()}"
+        return f"<ul>{shown}</ul>{self.photos()}"
 
 
 P = ParamSpec("P")
@@ -519,12 +519,12 @@ def _opened(
     from kinlens.library.bundles import load_bundle
 
     model = load_bundle(written.path)
-    pictures = functools.partial(_pictures, model, tested) if tested is not None else str
-    model.report = Report(lines, figures, pictures)
+    photos = functools.partial(_photos_of, model, tested) if tested is not None else str
+    model.report = Report(lines, figures, photos)
     return model
 
 
-def _pictures(model: "OnnxEmbedder", images: "LabelledImages") -> str:
+def _photos_of(model: "OnnxEmbedder", images: "LabelledImages") -> str:
     """Some photos of the test, each with its first results; the right ones are framed in green."""
     few = images.some(_PHOTOS)
     names = [few.class_names[label] for label in few.labels.tolist()]

@@ -314,7 +314,7 @@ def _of_image(
         data, _ = read_pixels(image, embedder)  # which names the file of a damaged image
         boxes = auto_parts(Bundle.open(bundle), data, embedder.limits)
     elif is_auto:
-        boxes = [None, *windows()[1:]]
+        boxes = windows()
     return embedder.embed(read_pixels(image, embedder, boxes)[1]), boxes
 
 

@@ -243,17 +243,17 @@ _Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 _Keys = Annotated[list[str], Field(default_factory=list, max_length=_MAX_KEYS, fail_fast=True)]
 
 
-AUTO: list[Box] = windows()
+AUTO: list[Box | None] = windows()
 """The crops of `crops` = auto."""
 
 
-def _crops(value: Any, validate: ValidatorFunctionWrapHandler) -> list[Box]:
+def _crops(value: Any, validate: ValidatorFunctionWrapHandler) -> list[Box | None]:
     """A validator for a list of crops, or for auto; a form sends that as a list."""
     if value in ("auto", ["auto"]):
         return AUTO
     if isinstance(value, str):
         raise custom_error(f"crops = {shown(value)} is not valid; send auto, or a list of crops.")
-    checked_value: list[Box] = validate(value)
+    checked_value: list[Box | None] = validate(value)
     return checked_value
 
 
@@ -288,8 +288,7 @@ class ImageInput(PlainImage):
         """The parts of the image `data` to search with; the whole image as in a search without
         crops, which may have cached its vector.
         """
-        is_auto = self.crops is AUTO
-        return views_of(data, [None, *AUTO[1:]] if is_auto else self.crops, number, is_auto)
+        return views_of(data, self.crops, number, self.crops is AUTO)
 
 
 def _vector(value: Any) -> bytes:

@@ -306,7 +306,7 @@ class Shop:
                 images = [await p.read() for p in form.getlist("image") if not isinstance(p, str)]
             crops: Sequence[Any] = wanted.crop or [None]
             if wanted.crop == ["auto"]:
-                crops = [None, *windows()[1:]]
+                crops = windows()
                 wanted.combine = "best"
             parts = [(n, crop) for n in range(len(images)) for crop in crops]
             vectors = [vector_of(images[n], crop) for n, crop in parts]

@@ -461,6 +461,9 @@ class VectorStore(Protocol):
     def item(self, item_id: ItemId) -> Item:
         """The stored item with this id. Raises: ItemNotFoundError."""
 
+    def items_at(self, ids: Iterable[ItemId]) -> tuple[list[Item], Embeddings]:
+        """The items with these ids, by ascending id, and their vectors (N, D); unknown omitted."""
+
     def stored(self, keys: Sequence[str]) -> dict[str, Item]:
         """The items with these keys, by key; unknown keys are omitted."""
 

@@ -166,12 +166,17 @@ class Detector:
 
 def auto_parts(bundle: Bundle, data: bytes, limits: ImageLimits) -> list[Box | None]:
     """The parts of an encoded image to search with: the whole image, and the best boxes that the
-    detector of the bundle finds. Raises: BundleError, ImageError.
+    detector of the bundle finds, or windows if it fails on the image.
+
+    Raises: BundleError, ImageError.
     """
     detector = Detector.open(bundle)
     image = ImageParts(data, limits, bundle.manifest.preprocessing.colour)
     upright = image.part(min_side_px=detector.side_px)
-    return [None, *(one.box for one in detector.find(upright, AUTO_BOXES))]
+    try:
+        return [None, *(one.box for one in detector.find(upright, AUTO_BOXES))]
+    except BundleError:  # which does not end a search in the service either
+        return windows()
 
 
 @dataclass(frozen=True, slots=True)

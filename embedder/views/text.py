@@ -129,7 +129,9 @@ class TextEncoder:
 
         Raises: InvalidParameterError naming a text that is empty or too long.
         """
-        cleaned = [cleaned_text(text, number, self.tower) for number, text in enumerate(texts)]
+        cleaned = [
+            cleaned_text(text, f"texts[{number}]", self.tower) for number, text in enumerate(texts)
+        ]
         # One by one: `encode_batch` starts threads, which do not survive the fork of a worker.
         rows = [self._tokenizer.encode(text).ids for text in cleaned]
         is_fixed = self.tower.padding == "context"
@@ -194,19 +196,19 @@ def open_tokenizer(path: Path, context: int) -> Any:
     return tokenizer
 
 
-def cleaned_text(text: str, number: int, tower: TextTower) -> str:
-    """The text number `number` of a query in the form that the tower reads.
+def cleaned_text(text: str, name: str, tower: TextTower) -> str:
+    """A text in the form that the tower reads; `name` is for messages.
 
     Raises: InvalidParameterError if it is too long, or if nothing is left of it.
     """
     if len(text) > MAX_CHARACTERS:
         raise InvalidParameterError(
-            f"texts[{number}] has {len(text):,} characters; the limit is {MAX_CHARACTERS:,}. "
+            f"{name} has {len(text):,} characters; the limit is {MAX_CHARACTERS:,}. "
             "Describe the product in a few words."
         )
     if tower.cleaning == "canonical":
         text = text.translate(_PUNCTUATION)
     cleaned = " ".join(text.lower().split())
     if not cleaned:
-        raise InvalidParameterError(f"texts[{number}] = {text!r} is empty. Give one word or more.")
+        raise InvalidParameterError(f"{name} = {text!r} is empty. Give one word or more.")
     return cleaned

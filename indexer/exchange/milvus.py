@@ -306,6 +306,13 @@ class MilvusStore(VectorStore):
             raise ItemNotFoundError(no_item(item_id))
         return item_of(found[0])
 
+    def items_at(self, ids: Iterable[ItemId]) -> tuple[list[Item], Embeddings]:
+        rows = sorted(
+            self._now().lookup("number", _possible(ids), ENTRY), key=lambda row: int(row["number"])
+        )
+        vectors = np.array([row["vector"] for row in rows], np.float32).reshape(-1, self.dim)
+        return [item_of(row) for row in rows], vectors
+
     def image(self, item_id: ItemId) -> ItemImage:
         """The image of an item, read from the image root. Raises: ItemNotFoundError,
         GalleryCorruptError.

@@ -158,7 +158,6 @@ class GalleryReader(Searcher):
             return view.live_ids()
 
     def items_at(self, ids: Iterable[ItemId]) -> tuple[list[Item], Embeddings]:
-        """The items with these ids, by ascending id, and their vectors (N, D); unknown omitted."""
         with self._catalog.reading() as view:
             found = view.get(sorted(ids))
             items = [found[item_id] for item_id in sorted(found)]

@@ -17,9 +17,11 @@ from pydantic_core import PydanticCustomError, to_json
 from kinlens import models
 from kinlens.embedder import errors
 from kinlens.embedder.decoding.formats import format_of
-from kinlens.embedder.errors import ImageError
+from kinlens.embedder.errors import ImageError, InvalidParameterError
 from kinlens.embedder.programs.faults import shown
 from kinlens.embedder.types import SHORT, check_dims, first_numbers
+from kinlens.embedder.views.text import cleaned_text
+from kinlens.indexer.types import no_item
 from kinlens.service.access.rates import account_of
 from kinlens.service.api.galleries import (
     FAILURES,
@@ -171,8 +173,8 @@ async def embeddings(request: Request) -> Response:
         check_dims(sent.dimensions, model.dim)
     if len(sent.input) > 1:
         await account_of(request.scope).owe(len(sent.input))
-    _check_texts(model, sent.input)
-    vectors = await while_connected(request, _embedded(runtime, model, sent.input))
+    inputs = _with_clean_texts(model, sent.input)
+    vectors = await while_connected(request, _embedded(runtime, model, inputs))
     rows = [first_numbers(vector, sent.dimensions or model.dim) for vector in vectors]
 
     def encoded() -> bytes:
@@ -208,14 +210,15 @@ for _path, _by, _item in ITEM_PATHS:
             gallery = served.gallery
 
             def read() -> models.ItemVector:
-                item = gallery.item(ref.id)
-                [entry] = gallery.entries([item.key])
+                items, vectors = gallery.items_at([ref.id])
+                if not items:
+                    raise errors.ItemNotFoundError(no_item(ref.id))
                 return models.ItemVector(
-                    id=item.id,
-                    key=item.key,
-                    sha256=entry.sha256,
+                    id=items[0].id,
+                    key=items[0].key,
+                    sha256=items[0].sha256,
                     bundle_id=served.model.bundle_id,
-                    vector=entry.vector.tolist(),
+                    vector=vectors[0].tolist(),
                 )
 
             return await runtime.read("the vector", read, served=served)
@@ -238,26 +241,35 @@ def _model_of(runtime: Runtime, named: str | None) -> Model:
     )
 
 
-def _check_texts(model: Model, inputs: Sequence[bytes | str]) -> None:
-    """Raises: RequestValidationError for a text, if the model has no text tower."""
+def _with_clean_texts(model: Model, inputs: Sequence[bytes | str]) -> list[bytes | str]:
+    """The inputs with the texts as the text tower reads them.
+
+    Raises: RequestValidationError naming a text that cannot be read; SearchError.
+    """
+    cleaned = list(inputs)
     for number, sent in enumerate(inputs):
-        if isinstance(sent, str) and model.embedder.text is None:
-            raise fault(
-                "input",
-                f"input[{number}] = {shown(sent)!r} is not an image, and the model "
-                f"{model.embedder.name} has no words. {_FORMS}.",
-            )
+        if isinstance(sent, str):
+            name = f"input[{number}]"
+            try:
+                tower = model.tower
+            except InvalidParameterError as error:
+                reason = f"{name} = {shown(sent)!r} is not an image, and {error}"
+                raise fault("input", reason) from error
+            try:
+                cleaned[number] = cleaned_text(sent, name, tower)
+            except InvalidParameterError as error:
+                raise fault("input", str(error)) from error
+    return cleaned
 
 
 async def _embedded(runtime: Runtime, model: Model, inputs: Sequence[bytes | str]) -> list[Vector]:
     """The vectors of image files and texts.
 
-    Raises: ImageError naming the input; InvalidParameterError for a text; the errors of `encode`.
+    Raises: ImageError naming the input; the errors of `encode` and `encode_texts`.
     """
+    texts = [data for data in inputs if isinstance(data, str)]
 
-    async def embed(number: int, data: bytes | str) -> Vector:
-        if isinstance(data, str):
-            return await model.encode_text(data)
+    async def embed(number: int, data: bytes) -> Vector:
         digest = hashlib.sha256(data).hexdigest()
         try:
             return await model.encode(data, digest, "embed")
@@ -269,9 +281,15 @@ async def _embedded(runtime: Runtime, model: Model, inputs: Sequence[bytes | str
     tasks: list[asyncio.Task[Vector]] = []
     try:
         with runtime.search_threads.batch():
-            tasks += [asyncio.create_task(embed(n, data)) for n, data in enumerate(inputs)]
+            tasks += [
+                asyncio.create_task(embed(n, data))
+                for n, data in enumerate(inputs)
+                if isinstance(data, bytes)
+            ]
             async with within(limit_s, "Embedding the inputs", cure):
-                return [await task for task in tasks]
+                words = iter(await model.encode_texts(texts) if texts else ())
+                images = iter([await task for task in tasks])
+                return [next(words if isinstance(data, str) else images) for data in inputs]
     finally:
         for task in tasks:
             task.cancel()

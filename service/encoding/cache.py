@@ -4,11 +4,13 @@ Keys contain everything that a value depends on. An answer starts with the galle
 was computed from, so no entry ever has to be invalidated:
 
     embeddings   bundle_id + engine and precision + sha256 of the bytes + box
+    of texts     sha256 of the text tower's description + sha256 of the cleaned text
     boxes        sha256 of the detector's description + sha256 of the bytes
     answers      bundle_id + engine and precision + gallery + its generation + digest of the query
 """
 
 import contextlib
+import hashlib
 import math
 import threading
 from collections import OrderedDict
@@ -159,6 +161,11 @@ def embedding_keys(bundle_id: str, mode: Mode) -> Callable[[str, Box | None], st
         return f"{start}:{digest}:{part}"
 
     return key
+
+
+def text_key(tower: str, text: str) -> str:
+    """The cache key for the vector of a cleaned text."""
+    return f"{_PREFIX}:t:{tower}:{hashlib.sha256(text.encode()).hexdigest()}"
 
 
 def boxes_key(detector: str, digest: str) -> str:

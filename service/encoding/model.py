@@ -14,11 +14,13 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from kinlens.embedder.errors import BundleError, ImageError, SearchError
+from kinlens.embedder.errors import BundleError, ImageError, InvalidParameterError, SearchError
+from kinlens.embedder.manifest import TextTower
 from kinlens.embedder.preprocess import Box
 from kinlens.embedder.session import ModelFacts
-from kinlens.embedder.types import Embed, Embeddings, Images, first_numbers
+from kinlens.embedder.types import SHORT, Embed, Embeddings, Images, first_numbers
 from kinlens.embedder.views.boxes import MOST_BOXES, FoundBox
+from kinlens.embedder.views.text import cleaned_text
 from kinlens.service.concurrency import BulkKind, SearchThreads, SingleFlight, in_thread
 from kinlens.service.encoding.cache import (
     Cache,
@@ -29,6 +31,7 @@ from kinlens.service.encoding.cache import (
     embedding_keys,
     encode_boxes,
     encode_vector,
+    text_key,
 )
 from kinlens.service.encoding.workers import Vector, Workers
 from kinlens.service.observe.metrics import span
@@ -243,7 +246,13 @@ class Model:
         detector. Raises: ImageError, SearchError, BundleError.
         """
         cached = self._cache.get(self.boxes_lookup(view))
-        return self.find([view])[0][0] if cached is None else cached
+        found = self.find([view])[0][0] if cached is None else cached
+        if found is None:
+            raise ImageError(
+                "The detector of the model failed on this image. Send crops of your own, or "
+                "crops = auto, which then searches with windows."
+            )
+        return found
 
     def find(
         self,
@@ -252,10 +261,11 @@ class Model:
         check: Callable[[], object] = lambda: None,
         *,
         is_numbered: bool = False,
-    ) -> tuple[list[list[FoundBox]], Known, Stages]:
-        """Find and cache the boxes in the images of `views`, several at the same time. If workers
-        embed, they embed each whole image and up to `parts` of its boxes on the way, without
-        decoding it again; these vectors are cached and returned. The model must have a detector.
+    ) -> tuple[list[list[FoundBox] | None], Known, Stages]:
+        """Find and cache the boxes in the images of `views`, several at the same time; None for an
+        image on which the detector failed. If workers embed, they embed each whole image and up to
+        `parts` of its boxes on the way, without decoding it again; these vectors are cached and
+        returned. The model must have a detector.
 
         Raises: ImageError, SearchError, BundleError, what `check` raises.
         """
@@ -263,7 +273,7 @@ class Model:
         facts = self._facts
         dim = facts.dim if parts and self._batcher is None else 0
 
-        def work(group: Sequence[View]) -> tuple[list[FoundBox], Embeddings, float]:
+        def work(group: Sequence[View]) -> tuple[list[FoundBox] | None, Embeddings, float]:
             spec, limits = facts.preprocessing, facts.limits
             return self.workers.find(group[0].data, spec, limits, MOST_BOXES, dim, parts)
 
@@ -271,8 +281,12 @@ class Model:
             answers = self._each(work, [[view] for view in views], check, is_numbered)
         known: Known = {}
         for view, (found, vectors, _) in zip(views, answers, strict=True):
-            self._cache.set(boxes_key(self._detector, view.digest), encode_boxes(found))
-            for box, vector in zip([None, *(one.box for one in found)], vectors, strict=False):
+            if found is None:
+                structlog.get_logger().warning("the detector failed on an image", image=view.digest)
+            else:
+                self._cache.set(boxes_key(self._detector, view.digest), encode_boxes(found))
+            boxes = [None, *(one.box for one in found or ())]
+            for box, vector in zip(boxes, vectors, strict=False):
                 self._cache.set(self._key(view.digest, box), encode_vector(vector))
                 known[view.digest, box] = first_numbers(vector, self.dim)
         total_ms = (time.perf_counter() - started) * 1e3
@@ -338,16 +352,48 @@ class Model:
         async with self._search_threads.bulk_limit(kind):
             return await self._search_threads.run(work, bulk=True)
 
-    async def encode_text(self, text: str) -> Vector:
-        """The vector (D,) of a text, as a bulk call. The model must have a text tower.
+    @property
+    def tower(self) -> TextTower:
+        """The text tower of the bundle.
 
-        Raises: InvalidParameterError, BundleError.
+        Raises: InvalidParameterError if it has none; SearchError without the package `tokenizers`.
         """
+        if self.embedder.text is None:
+            raise InvalidParameterError(
+                f"texts need a text tower, and the bundle {self.bundle_id[:SHORT]} has none. Make "
+                "one with kinlens-train teach-words BUNDLE GALLERY, or omit texts."
+            )
+        if not self.embedder.has_words:
+            raise SearchError(
+                "The service cannot read words, since the package tokenizers is not installed "
+                "where it runs. Install it there with pip install 'kinlens[text]', or omit texts."
+            )
+        return self.embedder.text
 
-        def work() -> Vector:
-            vector: Vector = self.embedder.words().embed([text])[0]
-            return vector
+    def embed_texts(self, texts: Sequence[str]) -> Embeddings:
+        """The whole vectors (M, D) of M > 0 texts, from the cache where it has them. The first ones
+        wait until the text tower is opened.
 
+        Raises: InvalidParameterError, SearchError, BundleError.
+        """
+        tower = self.tower
+        cleaned = [cleaned_text(text, f"texts[{n}]", tower) for n, text in enumerate(texts)]
+        keys = {text: text_key(tower.id, text) for text in cleaned}
+        read = partial(decode_vector, dim=self._facts.dim)
+        cached = self._cache.get_all([Lookup("embedding", key, read) for key in keys.values()])
+        vectors = dict(zip(keys, cached, strict=True))
+        if missing := [text for text, vector in vectors.items() if vector is None]:
+            for text, vector in zip(missing, self.embedder.words().embed(missing), strict=True):
+                vectors[text] = vector
+                self._cache.set(keys[text], encode_vector(vector))
+        return np.stack([vectors[text] for text in cleaned])
+
+    async def encode_texts(self, texts: Sequence[str]) -> Embeddings:
+        """As `embed_texts`, in one bulk call.
+
+        Raises: InvalidParameterError, SearchError, BundleError.
+        """
+        work = partial(self.embed_texts, texts)
         async with self._search_threads.bulk_limit("embed"):
             return await self._search_threads.run(work, bulk=True)
 

@@ -81,6 +81,9 @@ COUNT = struct.Struct("<Q")
 BOX = struct.Struct("<6d")
 """Boxes in a reply: their number, then left, top, width, height, score and class of each."""
 
+NO_ANSWER = 2**64 - 1
+"""In place of the number of boxes, if the detector failed on the image."""
+
 
 pack_order = lru_cache(_CACHED_ORDERS)(TypeAdapter(Order).dump_json)
 _unpack_order = lru_cache(_CACHED_ORDERS)(TypeAdapter(Order).validate_json)
@@ -177,8 +180,12 @@ class _Work:
         assert self.detector is not None
         upright = parts.part(min_side_px=self.detector.side_px)
         signal.setitimer(signal.ITIMER_REAL, EMBED_S)
-        found = self.detector.find(upright, order.find)
-        signal.setitimer(signal.ITIMER_REAL, self.alarm_s)  # for the decoding of the parts
+        try:
+            found = self.detector.find(upright, order.find)
+        except BundleError:  # another image may be no trouble to it
+            return (None,), COUNT.pack(NO_ANSWER)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, self.alarm_s)  # for the decoding of the parts
         rows = [BOX.pack(*one.box, one.score, one.kind) for one in found]
         boxes = (None, *(one.box for one in found[: order.parts]))
         return boxes, COUNT.pack(len(rows)) + b"".join(rows)

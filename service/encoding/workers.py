@@ -43,6 +43,7 @@ from kinlens.service.encoding.worker import (
     ERROR_BYTES,
     FAILED,
     LAYERS,
+    NO_ANSWER,
     READY,
     REFUSED,
     REPLY,
@@ -199,20 +200,21 @@ class Workers:
         most: int,
         dim: int = 0,
         parts: int = 0,
-    ) -> tuple[list[FoundBox], Embeddings, float]:
-        """The boxes of up to `most` objects in an image; with `dim`, the unit vectors (1 + n, dim)
-        of the whole image and of the first n boxes, of which there are up to `parts`, and the
-        milliseconds for decoding and finding. The bundle of the fork server must have a detector.
+    ) -> tuple[list[FoundBox] | None, Embeddings, float]:
+        """The boxes of up to `most` objects in an image, None if the detector failed on it; with
+        `dim`, the unit vectors (1 + n, dim) of the whole image and of the first n boxes, of which
+        there are up to `parts`, and the milliseconds for decoding and finding. The bundle of the
+        fork server must have a detector.
 
         Raises: ImageError (ImageCostError if the worker was killed or crashed), SearchError if
             there is no worker.
         """
 
-        def read(content: Pixels) -> tuple[list[FoundBox], Embeddings, float]:
+        def read(content: Pixels) -> tuple[list[FoundBox] | None, Embeddings, float]:
             found, rest = _found_in(content.tobytes(), most)
             if not dim:
                 return found, np.empty((0, 0), np.float32), 0.0
-            return found, *_vectors_in(rest, 1 + min(parts, len(found)), dim)
+            return found, *_vectors_in(rest, 1 + min(parts, len(found or ())), dim)
 
         order = Order(limits, spec, embed=dim > 0, find=most, parts=parts)
         max_bytes = COUNT.size + most * BOX.size + 4 * ((1 + parts) * dim + 1)
@@ -471,10 +473,12 @@ def _vectors_in(content: Pixels | bytes, count: int, dim: int) -> tuple[Embeddin
     return vectors, decode_ms if 0 <= decode_ms < math.inf else 0.0
 
 
-def _found_in(content: bytes, most: int) -> tuple[list[FoundBox], bytes]:
+def _found_in(content: bytes, most: int) -> tuple[list[FoundBox] | None, bytes]:
     """Up to `most` boxes in a reply, and what follows them. Raises: ValueError."""
     try:
         [count] = COUNT.unpack_from(content)
+        if count == NO_ANSWER:
+            return None, content[COUNT.size :]
         end = COUNT.size + min(count, most) * BOX.size
         rows = list(BOX.iter_unpack(content[COUNT.size : end]))
         found = [FoundBox(check_box(row[:4]), row[4], int(row[5])) for row in rows]

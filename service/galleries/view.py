@@ -102,6 +102,11 @@ class GalleryView:
             raise ItemNotFoundError(no_item(item_id))
         return found
 
+    def items_at(self, ids: Iterable[ItemId]) -> tuple[list[Item], Embeddings]:
+        items, vectors = self.whole.items_at(ids)
+        rows = [row for row, item in enumerate(items) if self.where.matches(item.attributes)]
+        return [items[row] for row in rows], vectors[rows]
+
     def stored(self, keys: Sequence[str]) -> dict[str, Item]:
         found = self.whole.stored(keys)
         return {key: item for key, item in found.items() if self.where.matches(item.attributes)}

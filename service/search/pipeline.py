@@ -25,10 +25,8 @@ from kinlens.embedder.errors import (
     DeadlineExceededError,
     InvalidParameterError,
     KinlensError,
-    SearchError,
 )
-from kinlens.embedder.manifest import TextTower
-from kinlens.embedder.types import SHORT, Embeddings, Hit, ItemId, first_numbers
+from kinlens.embedder.types import Embeddings, Hit, ItemId, first_numbers
 from kinlens.embedder.views.boxes import AUTO_BOXES
 from kinlens.indexer.gallery import Gallery as IndexedGallery
 from kinlens.indexer.types import (
@@ -224,7 +222,9 @@ class Pipeline:
         stages, search_ms, is_cached = finding, 0.0, results is not None
         if results is None:
             vectors, stages = self._vectors(served, query, cached, known, cancel_token)
-            words = _words(served, query)
+            # The first texts wait for the text tower, which is no reading of the gallery.
+            texts = [text for text, _ in query.texts]
+            words = model.embed_texts(texts) if texts else np.empty((0, 0), np.float32)
             stages = Stages(stages.decode + finding.decode, stages.embed + finding.embed)
             before = time.perf_counter()
             with served.reading(), span("search"):
@@ -269,7 +269,7 @@ class Pipeline:
         if served.scope:  # callers with different filters must not share answers
             digest += f":{hashlib.sha256(served.scope.encode()).hexdigest()}"
         if query.texts:  # another text tower changes no bundle id
-            digest += f":{_tower(served).id}"
+            digest += f":{model.tower.id}"
         elif not isinstance(calibrated, str):  # the probabilities depend on the curve
             digest += f":{calibrated.product}:{hash(calibrated.curve):x}:{self._prior}"
         if self._image_url:
@@ -452,31 +452,6 @@ def _search_views(
 def _model(served: Served, query: Query) -> Model:
     """The model for the images of a query: words are added to whole vectors."""
     return served.model.whole if query.texts else served.model
-
-
-def _tower(served: Served) -> TextTower:
-    """The text tower of the bundle. Raises: InvalidParameterError if there is none."""
-    model = served.model
-    if model.embedder.text is None:
-        raise InvalidParameterError(
-            f"texts need a text tower, and the bundle {model.bundle_id[:SHORT]} has none. Make one "
-            "with kinlens-train teach-words BUNDLE GALLERY, or omit texts."
-        )
-    if not model.embedder.has_words:
-        raise SearchError(
-            "The service cannot read words, since the package tokenizers is not installed where it "
-            "runs. Install it there with pip install 'kinlens[text]', or omit texts."
-        )
-    return model.embedder.text
-
-
-def _words(served: Served, query: Query) -> Embeddings:
-    """The vectors (M, D) of the texts of a query. The first ones wait for the text tower, which is
-    no reading of the gallery.
-    """
-    if not query.texts:
-        return np.empty((0, 0), np.float32)
-    return served.model.embedder.words().embed([text for text, _ in query.texts])
 
 
 def _targets(

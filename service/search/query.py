@@ -85,17 +85,17 @@ class Query:
         """Whether an error has to name the image that it is about."""
         return len({view.digest for view in self.images}) > 1
 
-    def with_boxes(self, boxes: Mapping[str, Sequence[FoundBox]]) -> "Query":
+    def with_boxes(self, boxes: Mapping[str, Sequence[FoundBox] | None]) -> "Query":
         """With the best boxes of an image, by its digest, in place of its windows. An image without
-        boxes is searched for as a whole.
+        boxes is searched for as a whole, and with its windows if the detector failed on it.
         """
         views: list[View | VectorView] = []
         for view in self.views:
-            if not isinstance(view, View) or not view.is_auto:
+            found = boxes[view.digest] if isinstance(view, View) and view.is_auto else None
+            if not isinstance(view, View) or found is None:
                 views.append(view)
             elif view.box is None:
-                parts = boxes[view.digest][:AUTO_BOXES]
-                views += [view, *(replace(view, box=one.box) for one in parts)]
+                views += [view, *(replace(view, box=one.box) for one in found[:AUTO_BOXES])]
         return replace(self, views=tuple(views))
 
     @property

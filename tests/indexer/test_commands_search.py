@@ -106,6 +106,9 @@ def test_the_boxes_of_a_detector_are_the_parts_of_a_busy_photo(
     [crops], [others] = printed(with_boxes)["crops"], printed(without)["crops"]
     assert {str(crop) for crop in crops} <= {"None", "[0.2375, 0.475, 0.275, 0.525]"}
     assert len({str(crop) for crop in others} - {"None"}) > 1
+    failing = with_detector(tiny_bundle, tmp_path / "failing", fails_above=0.05)
+    windows_alone = CliRunner().invoke(app, [*ask, "--bundle", str(failing.path)])
+    assert printed(windows_alone)["hits"] == printed(without)["hits"]
 
 
 def test_a_busy_photo_is_searched_by_parts_that_are_named(run, built, shop, tmp_path) -> None:
@@ -116,7 +119,7 @@ def test_a_busy_photo_is_searched_by_parts_that_are_named(run, built, shop, tmp_
     ask = ("search", built, "--image", tmp_path / "scene.png", "--bundle", "b")
     alone: dict[str, dict[str, float]] = {}
     for box in windows():
-        crop = ",".join(map(str, box))
+        crop = ",".join(map(str, box or WHOLE))
         [hits] = printed(run(*ask, "--crop", crop, "--json"))["hits"]
         alone[crop] = {hit["key"]: hit["score"] for hit in hits}
     [whole] = printed(run(*ask, "--json"))["hits"]

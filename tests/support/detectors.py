@@ -36,6 +36,7 @@ def write_detector(path: Path, layout: BoxesLayout = "centernet", **more: Any) -
     Args:
         more: `times` and `plus` change the scores, `moved` adds to the corners in pixels, `copies`
             repeats the boxes, `metadata` is stored in the file, `open_size` leaves its input open.
+            `fails_above`: the graph fails on an input of which a larger share is white.
     """
     graph = _Graph(layout, **more)
     model = helper.make_model(
@@ -71,6 +72,7 @@ class _Graph:
         moved: float = 0.0,
         copies: int = 1,
         open_size: bool = False,
+        fails_above: float | None = None,
         **_: Any,
     ) -> None:
         self.layout, self.count = layout, PLACES * copies
@@ -91,6 +93,12 @@ class _Graph:
         share = self.constant(np.float32(times / WHITE.get(layout, 1)))
         scaled = self.add("Mul", [places, share])
         shifted = self.add("Add", [scaled, self.constant(np.float32(plus))])
+        if fails_above is not None:
+            mean = self.add("ReduceMean", [scaled], keepdims=0)
+            is_above = self.add("Greater", [mean, self.constant(np.float32(fails_above))])
+            index = self.add("Cast", [is_above], to=TensorProto.INT64)
+            nothing = self.constant(np.zeros(1, np.float32))  # it has no number 1
+            shifted = self.add("Add", [shifted, self.add("Gather", [nothing, index])])
         self.scores = self.add("Tile", [shifted, self.constant(np.array([1, copies]))])
         getattr(self, layout.replace("-", "_"))()
 

@@ -196,6 +196,26 @@ def test_a_detector_that_finds_nothing_leaves_the_whole_photo(start: Start, more
     assert {hit["view"]["crop"] for hit in hits} == {None}
 
 
+def test_a_photo_on_which_the_detector_fails_is_searched_with_windows(
+    start: Start, tiny_settings: dict[str, Any]
+) -> None:
+    service = start(fails_above=0.4)
+    pids = workers_of(service).pids
+    refused = service.client.post("/boxes", files={"image": ("a.png", BUSY)})
+    assert "detector" in assert_problem(refused, 422, "unusable-image")["detail"]
+    failed = auto(service, BUSY, k=12)
+    with closing(run(create_app(settings_of(**DEFAULTS | tiny_settings)))) as without:
+        assert failed["hits"] == auto(without, BUSY, k=12)["hits"]
+    files = [("image", ("a.png", PHOTO)), ("image", ("b.png", BUSY))]
+    batch = service.client.post("/search/batch", files=files, data={"crop": "auto", "k": "12"})
+    first, second = batch.json()["answers"]
+    crops = [hit["view"]["crop"] for hit in first["answer"]["hits"]]
+    assert all(crop is None or crop in CROPS for crop in crops)
+    assert second["answer"]["hits"] == failed["hits"]
+    assert {*pids} <= {*workers_of(service).pids}
+    assert workers_of(service).restarts == 0
+
+
 def test_ten_thousand_boxes_are_a_few(start: Start) -> None:
     service = start(copies=625, plus=1.0)
     boxes = boxes_of(service, BUSY)["boxes"]

@@ -94,7 +94,7 @@ def test_a_vector_of_an_answer_finds_its_item(shop) -> None:
 
 PNG = data_url(photo(0))
 BAD: dict[str, tuple[dict[str, Any], int, str, str]] = {
-    "a text": ({"input": "a red shoe"}, 422, "invalid-parameter", "has no words"),
+    "a text": ({"input": "a red shoe"}, 422, "invalid-parameter", "teach-words"),
     "a word": ({"input": [PNG, "shoe"]}, 422, "invalid-parameter", "input[1] = "),
     "an address": ({"input": "https://x.example/a.png"}, 422, "invalid-parameter", "data: URL"),
     "tokens": ({"input": [1, 2, 3]}, 422, "invalid-parameter", "a text or a list of texts"),
@@ -216,7 +216,7 @@ def test_the_client_of_openai_is_answered(tmp_path, closes, vectors) -> None:
             "model_not_found",
             "invalid_request_error",
         )
-        with pytest.raises(openai.UnprocessableEntityError, match="has no words") as refused:
+        with pytest.raises(openai.UnprocessableEntityError, match="teach-words") as refused:
             client.embeddings.create(model="fake", input="a red shoe")
         assert refused.value.param == "input"
     wrong = openai.OpenAI(api_key="kl_wrong", **made)

@@ -32,6 +32,7 @@ pytest.importorskip("tokenizers", reason="needs kinlens[text]")
 
 COUNT = 8
 PHOTO = encoded(photo(3))
+PHOTO_URL = f"data:image/png;base64,{base64.b64encode(PHOTO).decode()}"
 GREEN, RED = "green mug", "red lamp"
 
 
@@ -183,6 +184,28 @@ def test_texts_and_images_are_embedded_in_one_request(service: Running, words: B
         assert_problem(refused, 422, "invalid-parameter")
 
 
+def test_texts_are_embedded_together_and_once(
+    service: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches, embed = [], TextEncoder.embed
+
+    def counted(encoder: TextEncoder, texts: list[str]) -> Any:
+        batches.append(list(texts))
+        return embed(encoder, texts)
+
+    monkeypatch.setattr(TextEncoder, "embed", counted)
+    inputs = ["Blue  ball", base64_of(PHOTO), "yellow ball", "blue ball"]
+    response = service.client.post("/v1/embeddings", json={"input": inputs})
+    blue, _, yellow, again = [one["embedding"] for one in response.json()["data"]]
+    assert blue == again != yellow
+    found(service, texts=["yellow ball"])
+    found(service, texts=["yellow ball", "blue lamp"])
+    assert batches == [["blue ball", "yellow ball"], ["blue lamp"]]
+    refused = service.client.post("/v1/embeddings", json={"input": ["red", PHOTO_URL, " "]})
+    assert_problem(refused, 422, "invalid-parameter")
+    assert "input[2]" in refused.text
+
+
 def test_a_gallery_of_short_vectors_is_searched_with_words_and_images(
     words: Bundle, tmp_path: Path
 ) -> None:
@@ -213,9 +236,13 @@ def test_the_missing_package_is_named(
     words: Bundle, tiny_settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(session, "can_read_words", lambda: False)
-    settings = settings_of(**DEFAULTS | tiny_settings | {"bundle": words.path})
+    own = {"bundle": words.path, "anonymous_scopes": ("search", "embed")}
+    settings = settings_of(**DEFAULTS | tiny_settings | own)
     with closing(run(create_app(settings))) as service:
         answer = service.client.post("/search", json={"texts": [GREEN]})
+        assert_problem(answer, 503, "search-unavailable")
+        assert "pip install 'kinlens[text]'" in answer.text
+        answer = service.client.post("/v1/embeddings", json={"input": GREEN})
         assert_problem(answer, 503, "search-unavailable")
         assert "pip install 'kinlens[text]'" in answer.text
         assert service.client.get("/galleries/shop").json()["has_words"] is False

@@ -20,6 +20,7 @@ from kinlens.embedder.sources.names import NOT_UTF8, printable
 from kinlens.indexer.addresses import FileState
 from kinlens.indexer.addresses import ImageAddress as ImageAddress
 from kinlens.indexer.addresses import ImageRoot as ImageRoot
+from kinlens.indexer.addresses import files_at as files_at
 from kinlens.indexer.addresses import image_root_of as image_root_of
 from kinlens.indexer.types import Item
 

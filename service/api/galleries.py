@@ -203,12 +203,12 @@ class CountItems(requests.Strict):
     responses=problems(*FAILURES, errors.FilterError),
     summary="Count items",
 )
-@rule("search", "items", "keys", docs=partial(model_docs, CountItems))
+@rule("search", "items", "keys", docs=partial(model_docs, CountItems, required=False))
 async def count(runtime: Service, name: str, request: Request) -> CountAnswer:
-    """The number of items that match a filter; of all without one."""
+    """The number of items that match a filter; of all without one, or without a body."""
     async with runtime.registry.find(name):
         pass  # raises for an unknown gallery before the body is read
-    sent = await read_model(request, CountItems)
+    sent = await read_model(request, CountItems) if await request.body() else CountItems()
     where = await runtime.read("the filter", lambda: requests.where_of(sent.filter), "filter")
     async with runtime.registry.find(name) as served:
         gallery = served.gallery

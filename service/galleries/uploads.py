@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import wait
 from functools import partial
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import structlog
 
@@ -29,6 +29,7 @@ from kinlens.embedder.errors import (
     KinlensError,
 )
 from kinlens.indexer.galleries import current_generation, stored_contents, uploads_folder
+from kinlens.indexer.images import files_at
 from kinlens.service.concurrency import DaemonThreads
 
 T = TypeVar("T")
@@ -302,7 +303,8 @@ class SharedUploads:
         """Raises: EngineUnavailableError if the address is unknown or needs a package."""
         self._address = address
         self._limit_s = limit_s
-        self._files, self._root = _files_at(address)
+        # A cached listing would hide what other services have written since.
+        self._files, self._root = files_at(address, use_listings_cache=False)
         self._threads = DaemonThreads("upload files", _AT_ONCE)
 
     def read(self, sha256: str) -> bytes:
@@ -383,18 +385,3 @@ class SharedUploads:
             f"An image at {self._address} cannot be {what}: {reason:.500}. Check that the address "
             "is right, and that this service may read and write there."
         )
-
-
-def _files_at(address: str) -> tuple[Any, str]:
-    """The file system of an address, and the path there. Raises: EngineUnavailableError."""
-    try:
-        import fsspec
-
-        # A cached listing would hide what other services have written since.
-        files, root = fsspec.url_to_fs(address, use_listings_cache=False)
-    except (ImportError, ValueError) as error:
-        raise EngineUnavailableError(
-            f"Images at {address} cannot be reached: {error}. Check the address, and install "
-            "the package for its protocol: pip install 'kinlens[milvus,s3]' for s3://."
-        ) from error
-    return files, str(root).rstrip("/")

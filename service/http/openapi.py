@@ -95,14 +95,14 @@ def problems(*kinds: ProblemType | type[KinlensError]) -> dict[int | str, dict[s
     return responses
 
 
-def body_docs(content: dict[str, Any]) -> dict[str, Any]:
+def body_docs(content: dict[str, Any], *, required: bool = True) -> dict[str, Any]:
     """The OpenAPI of an operation with a body of these media types."""
-    return {"requestBody": {"required": True, "content": content}}
+    return {"requestBody": {"required": required, "content": content}}
 
 
-def model_docs(model: type[BaseModel]) -> dict[str, Any]:
+def model_docs(model: type[BaseModel], *, required: bool = True) -> dict[str, Any]:
     """The OpenAPI of an operation with a model as its JSON body."""
-    return body_docs({JSON: {"schema": inlined(model)}})
+    return body_docs({JSON: {"schema": inlined(model)}}, required=required)
 
 
 def inlined(model: type[BaseModel]) -> dict[str, Any]:

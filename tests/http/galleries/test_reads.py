@@ -37,6 +37,14 @@ def test_items_are_counted_with_a_filter(filled, where: Any, expected: int) -> N
         assert client.count(filled.name, where) == expected
 
 
+def test_without_a_body_all_items_are_counted(filled) -> None:
+    assert filled.client.post(f"{filled.url}/count").json()["count"] == 6
+    kind = {"content-type": "application/json"}
+    assert filled.client.post(f"{filled.url}/count", headers=kind).json()["count"] == 6
+    text = filled.client.post(f"{filled.url}/count", content=b"{}", headers={})
+    assert text.status_code == 415, "a body needs its type"
+
+
 def test_a_wrong_count_is_refused_with_the_reason(filled) -> None:
     wrong = count(filled, {"filter": "size = 3"})
     assert "colour" in assert_problem(wrong, 422, "invalid-filter")["detail"]

@@ -635,7 +635,12 @@ class Access(BaseModel):
 
     key: Annotated[str | None, Field(description="The name of the key; null without a key.")]
     scopes: Annotated[
-        list[Scope], Field(description="Its scopes, including those that they imply.")
+        list[str],
+        Field(
+            description="Its scopes, including those that they imply. Ignore those that you do not "
+            "know: later versions may have more.",
+            examples=[["search", "write"]],
+        ),
     ]
     galleries: Annotated[
         list[str] | None,
@@ -749,7 +754,7 @@ class KeyModel(BaseModel):
 
     id: str
     name: str
-    scopes: list[Scope]
+    scopes: Annotated[list[str], Field(description="As in the answer of GET /access.")]
     state: Literal["active", "expired", "revoked"]
     created_at: datetime
     expires_at: datetime | None

@@ -590,3 +590,16 @@ def test_a_path_that_cannot_be_read_is_named_with_its_fault(name, fault, ask, tm
         assert "Errno" not in str(refused.value)
         with pytest.raises(KinlensError, match="is a file"):
             opening(tmp_path / "file")
+
+
+def test_keys_with_scopes_of_a_later_version_are_read() -> None:
+    later = ["search", "later"]
+    access = {"key": "till", "scopes": later, "galleries": None, "filter": None}
+    times = dict.fromkeys(("expires_at", "revoked_at", "rotated_at", "old_until"))
+    limits = dict.fromkeys(("galleries", "filter", "rate", "daily_units"))
+    key = {"id": "1", "name": "till", "scopes": later, "state": "active", **times, **limits}
+    keys = {"keys": [key | {"created_at": "2030-01-01T00:00:00Z"}]}
+    answers = {"/access": access, "/keys": keys}
+    transport = httpx.MockTransport(lambda asked: httpx.Response(200, json=answers[asked.url.path]))
+    with Client("http://shop", transport=transport) as client:
+        assert client.access().scopes == client.keys().keys[0].scopes == later

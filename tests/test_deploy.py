@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, get_args
 
@@ -53,6 +54,10 @@ VERSIONS = ("1.30", "1.37")
 """Of Kubernetes: the oldest and the newest that the manifests are for."""
 MOST_EXPOSED = 2.5  # of 10, by systemd-analyze; a unit without any limit has 9.6
 OPERATORS = ("/metrics", "/ready", "/startup", "/admin", "/jobs")
+WITHOUT_ADDRESS = (*OPERATORS, "/keys", "/audit")
+"""Also not passed by an Ingress, which cannot tell where a caller is."""
+
+PATHS = sorted({route.partition(" ")[2] for route in RIGHTS})
 
 PAGE = ROOT / "docs/production.md"
 FILES = [
@@ -432,11 +437,28 @@ def test_the_ingress_takes_the_largest_body_and_leaves_out_what_is_for_operators
             is_whole = path["pathType"] == "Exact"
             assert is_whole or path["path"] != "/", "this passes everything on"
             assert path["path"] not in OPERATORS
-        assert {"/", "/search", "/galleries", "/feedback", "/ui"} <= {p["path"] for p in paths}
         whole = {p["path"] for p in paths if p["pathType"] == "Exact"}
         prefixes = tuple(p["path"] + "/" for p in paths if p["pathType"] == "Prefix")
-        for route, right in RIGHTS.items():
-            path = route.partition(" ")[2]
-            if right.scope in ("search", "embed") and right.extent == "items":
-                is_passed = path in whole or f"{path}/".startswith(prefixes)
-                assert is_passed or path == "/access", "which the admin page asks"
+        for path in PATHS:
+            is_passed = path in whole or f"{path}/".startswith(prefixes)
+            is_for_operators = f"{path}/".startswith(tuple(f"{n}/" for n in WITHOUT_ADDRESS))
+            assert is_passed != is_for_operators, path
+
+
+@pytest.mark.parametrize(
+    ("file", "pattern"),
+    [
+        ("nginx/kinlens.conf", r"location ~ (\^/\(metrics\S+) \{"),
+        ("haproxy/haproxy.cfg", r"acl private path,url_dec -m reg (\S+)"),
+        ("caddy/Caddyfile", r"\tpath (/metrics .+)"),
+    ],
+)
+def test_a_proxy_passes_every_route_that_is_not_for_operators(file: str, pattern: str) -> None:
+    [private] = re.findall(pattern, (ROOT / "deploy" / file).read_text())
+    for path in PATHS:
+        is_refused = (
+            any(fnmatchcase(path, each) for each in private.split())
+            if file.startswith("caddy")
+            else re.match(private, path) is not None
+        )
+        assert is_refused == f"{path}/".startswith(tuple(f"{n}/" for n in OPERATORS)), path

@@ -9,7 +9,6 @@ import structlog
 from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.engines.models import PROVIDERS, SessionSettings
 from kinlens.embedder.errors import (
-    BundleError,
     BundleNotFoundError,
     GalleryError,
     ProviderError,
@@ -25,6 +24,7 @@ from kinlens.service.encoding.model import Backend
 from kinlens.service.encoding.workers import Workers
 from kinlens.service.galleries.locations import (
     Locations,
+    intact,
     list_bundles,
     manifest_of,
     session_of,
@@ -146,16 +146,8 @@ class Bundles:
         """
         known = [(vectors_id(one), path) for path, one in list_bundles(self._state, self._primary)]
         folders = [path for name, path in known if name == bundle_id]
-        while len(folders) > 1 and folders[0] != self._primary:
-            try:
-                return Bundle.open(folders[0])
-            except BundleError as error:
-                structlog.get_logger().warning(
-                    "bundle is damaged", detail=str(error), next=str(folders[1])
-                )
-                del folders[0]
         if folders:
-            return Bundle.open(folders[0])
+            return Bundle.open(intact(folders, self._primary))
         ids = list(dict.fromkeys(name[:SHORT] for name, _ in known if name))
         if self._embedder is not None:
             ids.append(self._embedder.bundle_id[:SHORT])

@@ -2,14 +2,16 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kinlens.embedder.bundle import MANIFEST
+import structlog
+
+from kinlens.embedder.bundle import MANIFEST, Bundle
 from kinlens.embedder.durable import is_settled, is_stage, stamp
 from kinlens.embedder.engines.models import SessionSettings
-from kinlens.embedder.errors import GalleryNotFoundError
+from kinlens.embedder.errors import BundleError, GalleryNotFoundError
 from kinlens.indexer.galleries import (
     CURRENT,
     MilvusStore,
@@ -312,6 +314,23 @@ def known_bundles(
     """The folder and the unchecked manifest of the bundle to serve for each id."""
     found = reversed(list_bundles(state, bundle))
     return {name: (folder, one) for folder, one in found if (name := vectors_id(one))}
+
+
+def intact(copies: Sequence[Path], primary: Path | None) -> Path:
+    """The one to use of folders that have one bundle, the best first: a damaged one is passed over
+    if there is another, but not the `primary` one of the settings.
+    """
+    *others, last = copies
+    for folder in others:
+        if folder == primary:
+            return folder
+        try:
+            Bundle.open(folder)
+        except BundleError as error:
+            structlog.get_logger().warning("bundle is damaged", detail=str(error))
+        else:
+            return folder
+    return last
 
 
 def _written_at(file: Path) -> float:

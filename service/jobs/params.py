@@ -36,6 +36,7 @@ from kinlens.service.access.keys import CALLER
 from kinlens.service.galleries.locations import (
     GalleryLocation,
     Locations,
+    intact,
     known_bundles,
     list_bundles,
     session_of,
@@ -349,13 +350,13 @@ def _bundle_folder(bundle_id: str, settings: Settings) -> Path:
     of one. Raises: InvalidParameterError.
     """
     known = known_bundles(settings.state, settings.bundle)
-    fitting = {
-        vectors_id(one): folder
-        for folder, one in reversed(list_bundles(settings.state, settings.bundle))
+    fitting = [
+        (vectors_id(one), folder)
+        for folder, one in list_bundles(settings.state, settings.bundle)
         if any(one.get(name, "").startswith(bundle_id) for name in ("base_id", "bundle_id"))
-    }
-    if len(fitting) == 1:
-        return fitting.popitem()[1].resolve()
+    ]
+    if len({name for name, _ in fitting}) == 1:
+        return intact([folder for _, folder in fitting], settings.bundle).resolve()
     raise InvalidParameterError(
         f"bundle_id = {bundle_id[:SHORT]} is unknown. Known are: "
         f"{', '.join(other[:SHORT] for other in known) or 'none'}. Put the bundle into the folder "

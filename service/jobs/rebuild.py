@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from kinlens.embedder.bundle import Bundle
-from kinlens.embedder.durable import make_folder, rename, staged, sync_tree
+from kinlens.embedder.durable import discard, make_folder, rename, staged, sync_tree
 from kinlens.embedder.engines.models import SessionSettings
-from kinlens.embedder.errors import GalleryError, JobConflictError, SourceError
+from kinlens.embedder.errors import BundleError, GalleryError, JobConflictError, SourceError
 from kinlens.embedder.seen import Seen
 from kinlens.embedder.session import OnnxEmbedder, fitted
 from kinlens.embedder.sources.tables import class_in
@@ -51,7 +51,7 @@ from kinlens.quality.judging import (
     labelled,
     threshold_of,
 )
-from kinlens.service.galleries.locations import known_bundles
+from kinlens.service.galleries.locations import intact, list_bundles, vectors_id
 from kinlens.service.galleries.uploads import UploadFolder
 from kinlens.service.jobs.params import (
     ModelParams,
@@ -391,17 +391,25 @@ def _swap_in(
 
 def _stored(bundle_id: str, folders: JobFolders) -> Path:
     """The folder of a bundle that a job stored."""
-    known = known_bundles(folders.state, None)
-    return known[bundle_id][0] if bundle_id in known else folders.bundles / bundle_id
+    listed = list_bundles(folders.state, None)
+    copies = [folder for folder, manifest in listed if vectors_id(manifest) == bundle_id]
+    return intact(copies, None) if copies else folders.bundles / bundle_id
 
 
 def store_bundle(bundle: Path, bundles: Path) -> None:
-    """Copy a bundle atomically into the bundles of the service. Raises: BundleError; OSError."""
+    """Copy a bundle atomically into the bundles of the service; a damaged copy is replaced.
+
+    Raises: BundleError; OSError.
+    """
     # With its attached files: another bundle for the same galleries may be there already.
     target = bundles / Bundle.open(bundle).manifest.bundle_id[:_BUNDLE_DIGITS]
     if target.is_dir():
-        Bundle.open(target)
-        return
+        try:
+            Bundle.open(target)
+        except BundleError:
+            discard(target)
+        else:
+            return
     make_folder(bundles, "bundle")
     with staged(bundles) as stage:
         copy = stage / "bundle"

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,10 +19,17 @@ from kinlens.embedder.manifest import MapFile
 from kinlens.golden import Label
 from kinlens.quality.golden import GoldenSet, NewQuery
 from kinlens.service.jobs.manager import LOG_PAGE
-from kinlens.service.jobs.params import params_of, plan_of
+from kinlens.service.jobs.params import options_of, params_of, plan_of
 from tests.support.detectors import with_detector
 from tests.support.job_shops import JobShop, processes_of, size_of, write_photos
-from tests.support.seams import FeedbackStore, GalleryFolder, Job, Question, known_bundles
+from tests.support.seams import (
+    FeedbackStore,
+    GalleryFolder,
+    Job,
+    Question,
+    known_bundles,
+    store_bundle,
+)
 from tests.support.waiting import until
 from tests.tiny import encoded, photo
 
@@ -70,6 +78,27 @@ def test_a_golden_set_of_twenty_queries_decides(shop, photo_count: int, attribut
         assert report["gate"]["by"] == "items"
     assert report["swapped"]
     assert golden.queries() == queries
+
+
+def test_damaged_bundles_are_passed_over(shop) -> None:
+    folder, _ = known_bundles(shop.state, None)[shop.new.bundle_id]
+    damaged = folder.with_name("copy")
+    shutil.copytree(folder, damaged)
+    (damaged / "model.onnx").write_bytes(b"")
+    os.utime(damaged / "manifest.json", (2**32, 2**32))  # the newest would be used
+    unread = folder.with_name("unread")
+    unread.mkdir()
+    (unread / "manifest.json").write_text('{"bundle_id": ')
+    listed = {bundle.bundle_id for bundle in options_of(shop.settings).bundles}
+    assert listed == {shop.old.bundle_id, shop.new.bundle_id}
+    job = shop.start("rebuild", bundle_id=shop.new.bundle_id, class_attribute="class", swap="never")
+    assert not shop.succeeded(job)["swapped"]
+    shop.succeeded(shop.manager.swap(job.id, "test"))
+    assert shop.bundle_id() == shop.new.bundle_id
+    shutil.rmtree(damaged)
+    (folder / "model.onnx").write_bytes(b"")
+    store_bundle(shop.new.path, folder.parent)  # as after a training
+    assert Bundle.open(folder).bundle_id == shop.new.bundle_id
 
 
 def test_a_refused_candidate_can_be_swapped_in_with_later_changes(shop) -> None:

@@ -1,7 +1,7 @@
 """Options that several commands share, and functions that interpret them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
@@ -15,7 +15,7 @@ from kinlens.embedder.manifest import AskedEngine, AskedPrecision
 from kinlens.embedder.programs.console import JsonOption as JsonOption
 from kinlens.embedder.session import Embedder, OnnxEmbedder
 from kinlens.indexer.index.index_types import Device, IndexKind
-from kinlens.indexer.index.plan import IndexSettings
+from kinlens.indexer.index.plan import IndexChoice, IndexSettings
 from kinlens.indexer.ingest.embed import EmbedSettings
 from kinlens.indexer.types import VectorType
 
@@ -126,13 +126,17 @@ class IndexOptions:
 
     def over(self, settings: IndexSettings) -> IndexSettings:
         """These settings with the options that were given."""
-        given: dict[str, Any] = {
-            "kind": self.index,
-            "memory_mb": self.memory_mb,
-            "target_recall": self.target_recall,
-            "device": self.index_device,
-        }
-        return replace(settings, **{n: value for n, value in given.items() if value is not None})
+        return settings.changed(**self.choice)
+
+    @property
+    def choice(self) -> IndexChoice:
+        """The options as the library takes them."""
+        return IndexChoice(
+            index=self.index,
+            memory_mb=self.memory_mb,
+            target_recall=self.target_recall,
+            index_device=self.index_device,
+        )
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:

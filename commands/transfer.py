@@ -2,21 +2,16 @@
 
 import contextlib
 import time
-from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal, cast, get_args
+from typing import Annotated, Literal
 
 import typer
 
-from kinlens.commands import stores
-from kinlens.commands.console import err, print_report, progress
+from kinlens.commands.console import err, print_report
 from kinlens.commands.options import (
     GalleryArgument,
     ImageRootOption,
-    Index,
     IndexDeviceOption,
-    IndexOptions,
     JsonOption,
     MemoryOption,
     RecallOption,
@@ -25,18 +20,9 @@ from kinlens.commands.options import (
 )
 from kinlens.embedder.errors import GalleryError, InvalidParameterError
 from kinlens.indexer.exchange.milvus_index import MilvusIndex
-from kinlens.indexer.exchange.milvus_load import import_to_milvus
-from kinlens.indexer.exchange.parquet import export_gallery
-from kinlens.indexer.exchange.publish import publish as publish_snapshot
-from kinlens.indexer.galleries import copy_bytes
-from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.index.index_types import IndexKind
-from kinlens.indexer.index.plan import IndexSettings
-from kinlens.indexer.ingest.build import ImportReport, import_gallery
-from kinlens.indexer.ingest.foreign import Tables
-from kinlens.indexer.live.backup import restore_backup, write_backup
-from kinlens.indexer.types import MILVUS, GalleryExport, Progress, milvus_address, seconds_of
-from kinlens.quality.golden import GoldenSet
+from kinlens.indexer.types import seconds_of
+from kinlens.library import stores, transfer
 
 app = typer.Typer()
 
@@ -51,9 +37,8 @@ def export(
 ) -> None:
     """Write all items with vectors and attributes to a Parquet file."""
     with stores.opened(gallery) as store:
-        with progress(store.size, "Exporting") as advance:
-            count = export_gallery(store, file, stores.facts_of(store), advance)
-        print_report({"file": str(file), "items": count}, json, f"{count:,} items in {file}.")
+        count = transfer.export(store, file, progress=True)
+    print_report({"file": str(file), "items": count}, json, f"{count:,} items in {file}.")
 
 
 @app.command(
@@ -119,42 +104,28 @@ def import_(
 
     An existing gallery is replaced. To resume an interrupted import, run the same command again.
     """
-    if not gallery.startswith(MILVUS):
-        _refuse_index_of_milvus(index)
-    else:
-        halved = None if vector_type == "fp32" else vector_type
-        _refuse_options_of_folders(
-            {
-                "--memory-mb": memory_mb,
-                "--target-recall": target_recall,
-                "--index-device": device,
-                "--vector-type": halved,
-            }
-        )
-    chosen = None if columns is None else [name.strip() for name in columns.split(",") if name]
-    tables = partial(
-        Tables,
+    report = transfer.import_gallery(
+        sources,
+        gallery,
+        name=name,
+        vector_type=vector_type,
+        bundle=bundle,
+        model=model,
         key_column=key_column,
         vector_column=vector_column,
-        columns=chosen,
+        columns=columns and [column.strip() for column in columns.split(",") if column],
         keys=keys,
         csv=csv,
+        image_root=image_root,
+        progress=True,
+        index=index,
+        memory_mb=memory_mb,
+        target_recall=target_recall,
+        index_device=device,
     )
-    with stores.content_of(sources, tables, bundle, model, image_root) as dump:
-        with progress(dump.count, "Importing") as advance:
-            if gallery.startswith(MILVUS):
-                report = _imported_into(gallery, dump, index or "auto", advance)
-            else:
-                given = IndexOptions(cast(Index | None, index), memory_mb, target_recall, device)
-                settings = given.over(IndexSettings())
-                indexed = advance.then("Indexing", dump.count)
-                report = import_gallery(
-                    dump, gallery, name, settings, advance, vector_type, indexed
-                )
-        text = f"Gallery {gallery} ({report.name}): {report.items:,} items imported."
-        print_report(report, json, text)
-        if not gallery.startswith(MILVUS):
-            stores.calibrate(gallery)
+    print_report(
+        report, json, f"Gallery {gallery} ({report.name}): {report.items:,} items imported."
+    )
 
 
 @app.command(epilog="Example: kinlens-index backup galleries/shop --out backups/shop-1")
@@ -164,9 +135,7 @@ def backup(
     json: JsonOption = False,
 ) -> None:
     """Write a consistent copy of a gallery, while it is in use."""
-    GoldenSet(gallery).check()
-    with progress(copy_bytes(gallery), "Copying", "bytes") as advance:
-        report = write_backup(gallery, folder, advance)
+    report = transfer.backup(gallery, folder, progress=True)
     size = f"{report.items:,} items, {report.bytes / 1e6:,.1f} MB"
     print_report(report, json, f"Backup {folder} of {report.name}: {size}.")
 
@@ -181,9 +150,7 @@ def restore(
     json: JsonOption = False,
 ) -> None:
     """Restore a gallery from a backup, after checking all its files."""
-    GoldenSet(source).check()
-    with progress(copy_bytes(source), "Copying", "bytes") as advance:
-        manifest = restore_backup(source, gallery, replace=replace, on_progress=advance)
+    manifest = transfer.restore_gallery(source, gallery, replace=replace, progress=True)
     report = {"name": manifest.name, "generation": manifest.generation}
     print_report(report, json, f"Gallery {gallery} ({manifest.name}) restored from {source}.")
 
@@ -220,17 +187,14 @@ def publish(
     snapshots with kinlens-serve --gallery NAME=ADDRESS.
     """
     interval_s = None if every is None else _seconds(every)
-    with contextlib.closing(Gallery.open(gallery, load_index=False)) as opened:
-        size = opened.size
-    with progress(size, "Publishing") as advance:
-        report = publish_snapshot(
-            gallery,
-            address,
-            with_images=with_images,
-            image_root=image_root,
-            take_over=take_over,
-            on_progress=advance,
-        )
+    report = transfer.publish(
+        gallery,
+        address,
+        images=with_images,
+        image_root=image_root,
+        take_over=take_over,
+        progress=True,
+    )
     print_report(report, json)
     checked_at = time.monotonic()
     with contextlib.suppress(KeyboardInterrupt):
@@ -240,52 +204,14 @@ def publish(
             is_due = with_images and time.monotonic() - checked_at > _IMAGE_RETRY_S
             checked_at = time.monotonic() if is_due else checked_at
             try:
-                report = publish_snapshot(
-                    gallery, address, with_images=is_due, image_root=image_root
+                report = transfer.publish(
+                    gallery, address, images=is_due, image_root=image_root, progress=False
                 )
             except GalleryError as error:  # the next interval tries again
                 err.print(str(error), soft_wrap=True)
                 continue
             if report.uploaded_bytes:
                 print_report(report, json)
-
-
-def _refuse_index_of_milvus(index: str | None) -> None:
-    """Raises: InvalidParameterError."""
-    kinds = get_args(IndexKind)
-    if index in get_args(MilvusIndex) and index not in kinds:
-        raise InvalidParameterError(
-            f"--index {index} is only for Milvus: for a gallery in a folder choose auto, "
-            f"{', '.join(kinds)}."
-        )
-
-
-def _refuse_options_of_folders(given: Mapping[str, object]) -> None:
-    """Raises: InvalidParameterError."""
-    for option, value in given.items():
-        if value is not None:
-            raise InvalidParameterError(
-                f"{option} is only for a gallery in a folder: omit it, and choose the index on "
-                "Milvus with --index (ivf-rabitq and diskann need less memory)."
-            )
-
-
-def _imported_into(
-    address: str, dump: GalleryExport, index: str, on_progress: Progress
-) -> ImportReport:
-    uri, name = milvus_address(address)
-    token = stores.milvus_token()
-    with contextlib.closing(
-        import_to_milvus(dump, uri, name, token=token, index=index, on_progress=on_progress)
-    ) as store:
-        err.print(store.index_text(), soft_wrap=True)
-        return ImportReport(
-            name=store.name,
-            bundle_id=store.bundle_id,
-            dim=store.dim,
-            items=store.size,
-            generation=store.generation,
-        )
 
 
 def _seconds(text: str) -> float:

@@ -1,16 +1,12 @@
 """kinlens-index compact, calibrate, plan, stats, verify: maintenance of galleries and plans."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated
 
-import numpy as np
 import typer
 
-from kinlens.commands import stores
-from kinlens.commands.console import print_report, progress
+from kinlens.commands.console import print_report
 from kinlens.commands.options import (
     GalleryArgument,
     ImageRootOption,
@@ -22,29 +18,13 @@ from kinlens.commands.options import (
     VectorTypeOption,
     grouped,
 )
-from kinlens.embedder.errors import PlanError
 from kinlens.indexer.checks.stats import stats_of
-from kinlens.indexer.checks.verify import (
-    sample_size,
-    size_of,
-    verify_gallery,
-)
 from kinlens.indexer.gallery import Gallery
-from kinlens.indexer.index.index_types import IndexKind
-from kinlens.indexer.index.plan import IndexSettings, Plan, plan_index
-from kinlens.indexer.ingest.foreign import read_vectors
-from kinlens.indexer.live.compaction import CompactReport
-from kinlens.indexer.types import VectorType
-from kinlens.quality.calibrator import Calibrator
-from kinlens.quality.golden import GoldenSet
+from kinlens.library import quality, stores, upkeep
 
 app = typer.Typer()
 
 _TABLES = ("formats", "attributes")
-_COSTS = (
-    *("memory_mb", "mapped_mb", "disk_mb", "build_memory_mb"),
-    *("gpu_memory_mb", "gpu_free_mb", "expected_recall", "reason"),
-)
 
 
 @app.command(epilog="Example: kinlens-index compact galleries/shop --index hnsw")
@@ -63,21 +43,7 @@ def compact(
     changes them.
     """
     with contextlib.closing(Gallery.open(gallery)) as opened:
-        facts = opened.facts()
-        settings = index.over(opened.index_settings())
-        has_changed = bool(facts.delta or facts.tombstones or opened.has_removed())
-        if facts.segment is not None:  # a segment of an earlier version counts as changed
-            has_changed |= facts.segment.gone > 0 or facts.segment.vectors is None
-        if not (rebuild or index != IndexOptions() or has_changed):
-            done = CompactReport(segment=None, manifest=None, elapsed_s=0.0)
-            text = "Nothing has changed since the last compaction. To rebuild, use --rebuild."
-            print_report(done, json, text)
-            return
-        if index.index_device and opened.size:  # fail early if it does not fit
-            plan_index(opened.size, opened.dim, settings, opened.vector_type)
-        with progress(facts.size, "Indexing") as advance:
-            report = opened.compact(settings, wait=True, from_scratch=rebuild, on_progress=advance)
-        Calibrator(opened).fit_if_outdated()
+        report = upkeep.compact(opened, rebuild=rebuild, progress=True, **index.choice)
     print_report(report, json)
 
 
@@ -98,9 +64,8 @@ def calibrate(
     `golden run` fits a more accurate curve.
     """
     with contextlib.closing(Gallery.open(gallery)) as opened:
-        with progress(1000, "Searching") as advance:
-            found = Calibrator(opened).fit(product, advance)
-        print_report(found, json)
+        found = quality.calibrate(opened, product, progress=True)
+    print_report(found, json)
 
 
 @app.command(epilog="Example: kinlens-index plan 1000000 128 --memory-mb 500")
@@ -114,15 +79,12 @@ def plan(
     json: JsonOption = False,
 ) -> None:
     """Show the index type for N vectors and its cost, without building it."""
-    settings = index.over(IndexSettings())
     if everything:
-        kinds = get_args(IndexKind)
-        plans = [_cost(n, dim, replace(settings, kind=kind), vector_type) for kind in kinds]
-        lines = [*_table(plans)]
+        report = upkeep.compare_plans(n, dim, vector_type=vector_type, **index.choice)
+        print_report(report, json)
     else:
-        chosen = plan_index(n, dim, settings, vector_type)
-        plans, lines = [_cost_of(chosen)], chosen.lines()
-    print_report({"n": n, "dim": dim, "device": settings.device, "plans": plans}, json, *lines)
+        chosen = upkeep.plan(n, dim, vector_type=vector_type, **index.choice)
+        print_report(upkeep.Plans.of(chosen), json, *chosen.lines())
 
 
 @app.command(epilog="Example: kinlens-index stats galleries/shop --json")
@@ -135,28 +97,6 @@ def stats(gallery: StoreArgument, json: JsonOption = False) -> None:
         shown = ", ".join(f"{k} {v:,}" for k, v in value.items()) if name in _TABLES else value
         lines.append(f"{name.replace('_', ' '):16} {'-' if shown is None else shown}")
     print_report(facts, json, *lines)
-
-
-def _table(plans: Sequence[dict[str, Any]]) -> Iterator[str]:
-    yield f"{'index':11} {'memory':>10} {'mapped':>10} {'disk':>10}  recall@10"
-    for plan in plans:
-        if plan["refused"] is not None:
-            yield f"{plan['kind']:11} {plan['refused']}"
-            continue
-        sizes = " ".join(f"{plan[name]:>7,.0f} MB" for name in _COSTS[:3])
-        yield f"{plan['kind']:11} {sizes}  {plan['expected_recall']:.3f}"
-
-
-def _cost(n: int, dim: int, settings: IndexSettings, vector_type: VectorType) -> dict[str, Any]:
-    """The cost of an index, or the reason why it cannot be built."""
-    try:
-        return _cost_of(plan_index(n, dim, settings, vector_type))
-    except PlanError as error:
-        return {"kind": settings.kind, "refused": str(error), **dict.fromkeys(_COSTS)}
-
-
-def _cost_of(plan: Plan) -> dict[str, Any]:
-    return {"kind": plan.kind, "refused": None, **{name: getattr(plan, name) for name in _COSTS}}
 
 
 @app.command(
@@ -189,19 +129,15 @@ def verify(
     stored for the wrong item is not detected. Without --queries recall is measured with stored
     vectors; pass vectors of your users' queries to measure the recall that they get.
     """
-    embedder = model.open(bundle) if bundle else None
-    vectors = None if queries is None else read_vectors(queries).astype(np.float32)
-    GoldenSet(gallery).check()
-    with progress(sample_size(size_of(gallery), sample), "Searching") as advance:
-        report = verify_gallery(
-            gallery,
-            embedder,
-            sample=sample,
-            image_root=image_root,
-            queries=vectors,
-            target_recall=target_recall,
-            on_progress=advance,
-        )
+    report = upkeep.verify(
+        gallery,
+        model.open(bundle) if bundle else None,
+        sample=sample,
+        image_root=image_root,
+        queries=queries,
+        target_recall=target_recall,
+        progress=True,
+    )
     print_report(report, json)
     if not report.is_good:
         raise typer.Exit(1)

@@ -1,7 +1,7 @@
 """Compare two galleries of the same items by different models, before one replaces the other."""
 
 import contextlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from statistics import median
 from time import perf_counter
 
@@ -9,10 +9,11 @@ import numpy as np
 from pydantic import BaseModel
 
 from kinlens.embedder.errors import ItemNotFoundError
-from kinlens.embedder.types import Hit
+from kinlens.embedder.types import SHORT, Hit
 from kinlens.golden import Interval
 from kinlens.indexer.gallery import Gallery
 from kinlens.quality.intervals import over_classes, wilson
+from kinlens.reports import Report
 from kinlens.values import AttributeValue, Scalar
 
 _SEED = 0
@@ -35,7 +36,7 @@ class Side(BaseModel, frozen=True):
     ms_per_query: float | None
 
 
-class Comparison(BaseModel, frozen=True):
+class Comparison(Report, BaseModel, frozen=True):
     """Results of two galleries for the same queries, which are stored items.
 
     The query item itself is excluded from its results.
@@ -57,6 +58,28 @@ class Comparison(BaseModel, frozen=True):
     old: Side
     new: Side
     overlap_at_k: float | None
+
+    def lines(self) -> Iterator[str]:
+        """What was compared, and a table of both sides."""
+        yield (
+            f"{self.judged:,} of {self.queries:,} queries have another item with their "
+            f"{self.class_attribute}, of {self.classes:,}."
+        )
+        sides = (self.old, self.new)
+        yield f"{'':12}  {'old':>12}  {'new':>12}"
+        for name, values in (
+            ("bundle", [side.bundle_id[:SHORT] for side in sides]),
+            ("items", [f"{side.items:,}" for side in sides]),
+            ("recall@1", [_figure(side.recall_at_1) for side in sides]),
+            (f"recall@{self.k}", [_figure(side.recall_at_k) for side in sides]),
+            ("ms per query", [_figure(side.ms_per_query) for side in sides]),
+        ):
+            yield f"{name:12}  {values[0]:>12}  {values[1]:>12}"
+        if self.change_interval is not None:
+            low, high = self.change_interval
+            yield f"recall@1 changes by {low:+.4f} to {high:+.4f} (95 %)."
+        if self.overlap_at_k is not None:
+            yield f"{self.overlap_at_k:.1%} of the first {self.k} hits are the same."
 
 
 def compare(
@@ -163,6 +186,10 @@ def _overlap(old: dict[str, list[Hit]], new: dict[str, list[Hit]]) -> float | No
         if ours or theirs:
             parts.append(len(ours & theirs) / max(len(ours), len(theirs)))
     return round(float(np.mean(parts)), 6) if parts else None
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
 
 
 def _typed(value: AttributeValue | None) -> tuple[bool, AttributeValue | None]:

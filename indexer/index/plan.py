@@ -8,7 +8,7 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import get_args
+from typing import Any, TypedDict, Unpack, get_args
 
 from kinlens.embedder.errors import PlanError, ProviderError
 from kinlens.embedder.machine import free_memory_mb
@@ -58,6 +58,21 @@ MEMORY_PART = 0.8
 """Share of the machine's memory for an index; the rest is for this and other processes."""
 
 
+class IndexChoice(TypedDict, total=False):
+    """What a caller chooses of an index. None is the same as omitted.
+
+    index: an index type, or auto.
+    memory_mb: memory limit in MiB.
+    target_recall: recall@10 that the index must reach.
+    index_device: the device that searches it, cpu or cuda.
+    """
+
+    index: str | None
+    memory_mb: float | None
+    target_recall: float | None
+    index_device: str | None
+
+
 @dataclass(frozen=True, slots=True)
 class IndexSettings:
     """How to build an index.
@@ -71,6 +86,16 @@ class IndexSettings:
     memory_mb: float | None = None
     device: str = "cpu"
     target_recall: float = 0.98
+
+    def changed(self, **choice: Unpack[IndexChoice]) -> "IndexSettings":
+        """These settings with what was chosen."""
+        given: dict[str, Any] = {
+            "kind": choice.get("index"),
+            "memory_mb": choice.get("memory_mb"),
+            "target_recall": choice.get("target_recall"),
+            "device": choice.get("index_device"),
+        }
+        return replace(self, **{n: value for n, value in given.items() if value is not None})
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from time import perf_counter
 from typing import TypeVar
 
 import numpy as np
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from kinlens.embedder.durable import (
     crash_point,
@@ -85,16 +85,22 @@ _TURN_S = 0.5  # how often to check for `close` while another gallery is compact
 
 
 class CompactReport(Report, BaseModel, frozen=True):
-    """Result of a compaction: the new segment (None for an empty gallery) and the duration."""
+    """Result of a compaction: the new segment (None for an empty gallery) and the duration.
+
+    `skipped` is whether nothing was to do.
+    """
 
     segment: str | None
     manifest: SegmentManifest | None
     elapsed_s: float
+    skipped: bool = Field(default=False, exclude=True)
 
     def lines(self) -> Iterator[str]:
         """The index and its recall."""
         made = self.manifest
-        if made is None:
+        if self.skipped:
+            yield "Nothing has changed since the last compaction. To rebuild, use --rebuild."
+        elif made is None:
             yield "The gallery is empty, so it has no index."
         else:
             yield (
@@ -152,7 +158,7 @@ def compact(
         contextlib.closing(Catalog.open(generation / CATALOG, writable=True)) as catalog,
     ):
         if skip_if():
-            return CompactReport(segment=None, manifest=None, elapsed_s=0.0)
+            return CompactReport(segment=None, manifest=None, elapsed_s=0.0, skipped=True)
         (generation / SEGMENTS).mkdir(exist_ok=True)
         if (generation / VECTORS).is_dir():
             sweep(generation / VECTORS)

@@ -1,0 +1,315 @@
+"""Judge galleries: labelled queries, calibration, near-duplicates, and two models compared."""
+
+import csv
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from kinlens.embedder.errors import ImageError, InvalidParameterError, SourceError
+from kinlens.embedder.preprocess import ImageLimits, decode
+from kinlens.embedder.programs.progress import progress_bar
+from kinlens.embedder.session import Embedder, fitted
+from kinlens.embedder.sources.names import printable
+from kinlens.golden import GoldenQueries, GoldenQuery, GoldenRun, GoldenRuns, Label
+from kinlens.indexer.checks.duplicates import (
+    Cluster,
+    Floor,
+    Member,
+    clusters_of,
+    find_duplicates,
+    members_of,
+)
+from kinlens.indexer.galleries import current_manifest
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.images import read_image
+from kinlens.indexer.ingest.products import PRODUCTS
+from kinlens.indexer.ingest.tables import read_table
+from kinlens.quality import compare as comparison
+from kinlens.quality.calibration import GalleryCalibration
+from kinlens.quality.calibrator import Calibrator
+from kinlens.quality.golden import GoldenSet, NewQuery
+from kinlens.quality.judging import GoldenResults, embedded, labelled, threshold_of
+from kinlens.reports import Report
+from kinlens.values import Scalar
+
+_KEYS = "keys"
+_SHOWN = 10
+
+
+def golden(path: Path | str) -> GoldenQueries:
+    """The labelled queries of the gallery in folder `path`. Raises: GalleryNotFoundError."""
+    current_manifest(path)
+    return GoldenQueries(queries=GoldenSet(path).queries())
+
+
+def add_golden(
+    gallery: Gallery,
+    image: Path | str,
+    *,
+    keys: Sequence[str] | None = None,
+    attribute: str | None = None,
+    value: Scalar | None = None,
+) -> GoldenQuery:
+    """Add a query image with its right items; an image that is labelled gets the new label.
+
+    The right items are those with these `keys`, or those whose `attribute` has this `value`.
+    Without either, the label is that no item is right.
+
+    Raises: SourceError for an image that cannot be used; InvalidParameterError, FilterError.
+    """
+    is_none = keys is None and attribute is None
+    label = Label(keys=tuple(keys or ()), attribute=attribute, value=value, no_match=is_none)
+    [query] = _added(gallery, [_new(Path(image).resolve(), label)])
+    return query
+
+
+def add_golden_list(gallery: Gallery, file: Path | str) -> GoldenQueries:
+    """Add all queries of a CSV list, or none.
+
+    The column `image` has paths relative to the list; the others are `keys` and attributes of the
+    gallery. A line has one of them, or none if no item is right.
+
+    Raises: SourceError, InvalidParameterError, FilterError.
+    """
+    file, new = Path(file), []
+    for row in read_table(file, ("image",), {**gallery.schema(), _KEYS: "text"}):
+        given = {name: v for name, v in row.attributes.items() if v is not None and v != ""}
+        if len(given) > 1:
+            raise SourceError(
+                f"{row.position} has values in {', '.join(given)}. Give keys or one attribute per "
+                "line, or neither if no item is right."
+            )
+        label = Label(no_match=True)
+        for name, value in given.items():
+            if isinstance(value, tuple):
+                raise SourceError(
+                    f"{row.position} has several values of {name}. Give one value per line."
+                )
+            label = Label(attribute=name, value=value)
+            if name == _KEYS:
+                label = Label(keys=split_keys(str(value)))
+        new.append(_new(file.resolve().parent, label, row.cells["image"]))
+    if not new:
+        raise SourceError(f"{file} lists no images. Write one per line below the header.")
+    return GoldenQueries(queries=_added(gallery, new))
+
+
+def split_keys(text: str) -> tuple[str, ...]:
+    """Keys with commas between them; one with a comma is in double quotes.
+
+    Raises: InvalidParameterError.
+    """
+    try:
+        row = next(csv.reader([text], skipinitialspace=True, strict=True), [])
+    except csv.Error as error:
+        raise InvalidParameterError(
+            f"The keys {text!r:.200} cannot be read: {error}. Separate keys by commas, and put a "
+            "key with a comma into double quotes."
+        ) from error
+    return tuple(dict.fromkeys(key.strip() for key in row if key.strip()))
+
+
+def remove_golden(path: Path | str, *ids: str) -> int:
+    """Remove queries by the beginning of their ids, and their images. Reports of runs are kept.
+
+    Returns: the number of removed queries.
+
+    Raises: InvalidParameterError for an id of no query, or of several.
+    """
+    known = [query.sha256 for query in golden(path).queries]
+    chosen = set()
+    for number in ids:
+        matching = [sha256 for sha256 in known if sha256.startswith(number.lower())]
+        if len(matching) != 1:
+            raise InvalidParameterError(
+                f"{len(matching)} queries have an id that starts with {number!r:.80}. Use an id "
+                "that `kinlens-index golden list` shows."
+            )
+        chosen.add(matching[0])
+    return GoldenSet(path).remove(chosen)
+
+
+def evaluate(
+    gallery: Gallery,
+    bundle: Embedder,
+    *,
+    min_score: float | None = None,
+    worst: int = 10,
+    progress: bool | None = None,
+) -> GoldenRun:
+    """Search with every labelled query, measure recall, and store the report.
+
+    The probabilities of hits are fitted to these queries, too.
+
+    Args:
+        bundle: the model that the gallery was built with.
+        min_score: minimum score of a match; None for the threshold for 1 % false matches.
+        worst: number of worst queries in the report.
+
+    Raises: InvalidParameterError if no query is labelled; BundleMismatchError.
+    """
+    bundle = fitted(gallery, bundle)
+    stored = GoldenSet(gallery.path)
+    queries = stored.queries()
+    if not queries:
+        raise InvalidParameterError(
+            f"The golden set of {gallery.path} is empty. Label queries first: kinlens-index "
+            "golden add."
+        )
+    with progress_bar(len(queries), "Embedding", "images", progress) as advance:
+        vectors = embedded(stored, queries, bundle, advance)
+    threshold = threshold_of(bundle.calibration) if min_score is None else min_score
+    report = GoldenResults.of(gallery, queries, vectors).report(threshold, worst)
+    stored.keep(report)
+    Calibrator(gallery).fit_golden(partial(labelled, gallery, queries, vectors))
+    return report
+
+
+def golden_runs(path: Path | str) -> GoldenRuns:
+    """The reports of earlier evaluations, newest first. Raises: GalleryNotFoundError."""
+    current_manifest(path)
+    return GoldenRuns(runs=GoldenSet(path).runs())
+
+
+def calibrate(
+    gallery: Gallery, product: str | None = None, *, progress: bool | None = None
+) -> GalleryCalibration:
+    """Fit the probability that a hit is right, by searching for items of the gallery.
+
+    product: the attribute that names the product; None for that of the last time, else `product`,
+        else `class`.
+
+    Raises: InvalidParameterError, GalleryConflictError, GalleryWriteError.
+    """
+    with progress_bar(1000, "Searching", shown=progress) as advance:
+        return Calibrator(gallery).fit(product, advance)
+
+
+@dataclass(frozen=True)
+class Duplicates(Report):
+    """Groups of items that probably show the same product.
+
+    Attributes:
+        min_score: least cosine of an item of a group to the first one.
+        floor: the default of `min_score` in this gallery, and how it was found.
+        recall: the part of the pairs that the index finds; 1 if all items were compared.
+        items: number of items in groups.
+        warning: why no item should be removed because of its group; None if it may.
+        crowds: groups that are too large for copies of one product.
+    """
+
+    name: str
+    version: str
+    size: int
+    min_score: float
+    floor: Floor
+    recall: float
+    items: int
+    warning: str | None
+    crowds: list[Cluster]
+    groups: list[list[Member]]
+
+    def lines(self) -> Iterator[str]:
+        """The first groups, the figures and the warnings."""
+        for group in self.groups[:_SHOWN]:
+            yield "  ".join(f"{one.item.key} {one.score:.4f}" for one in group[:_SHOWN])
+        yield (
+            f"Groups of near-duplicates: {len(self.groups):,}, with {self.items:,} of the "
+            f"{self.size:,} items of {self.name}; cosine at least {self.min_score:.5f}; "
+            f"recall {self.recall:.3f}."
+        )
+        if self.warning is not None:
+            yield f"Warning: {self.warning}"
+        for one in self.crowds:
+            yield f"Warning: {one.detail} The first one: {one.examples[0].key}."
+
+
+def duplicates(
+    gallery: Gallery,
+    *,
+    min_score: float | None = None,
+    exact: bool = False,
+    progress: bool | None = None,
+) -> Duplicates:
+    """Find groups of items that probably show the same product, the largest first.
+
+    Args:
+        min_score: minimum cosine; None for 0.95, or more if different products look alike.
+        exact: compare all items with all, without the index.
+
+    Raises: InvalidParameterError for a score outside -1..1.
+    """
+    with progress_bar(gallery.size, "Comparing", shown=progress) as advance:
+        near = find_duplicates(gallery, min_score=min_score, exact=exact, on_progress=advance)
+    groups = list(members_of(gallery, near.groups))
+    segment = None if exact else gallery.facts().segment
+    return Duplicates(
+        name=gallery.name,
+        version=gallery.version,
+        size=gallery.size,
+        min_score=near.min_score,
+        floor=near.floor,
+        recall=1.0 if segment is None else segment.recall,
+        items=sum(map(len, groups)),
+        warning=near.warning,
+        crowds=list(clusters_of(gallery, near)),
+        groups=groups,
+    )
+
+
+def compare(
+    a: Gallery,
+    b: Gallery,
+    queries: Collection[str] | None = None,
+    *,
+    attribute: str | None = None,
+    k: int = 10,
+    sample: int = 1000,
+) -> comparison.Comparison:
+    """Search two galleries of the same items, by different models, for neighbours of these items.
+
+    A hit is right if it has the value of the query's `attribute`. The query itself does not count.
+
+    Args:
+        a, b: the galleries; `b` is judged against `a`.
+        queries: keys of the items to search for; None for up to `sample` that both have.
+        attribute: names the product; None for `product`, else `class`.
+
+    Raises: InvalidParameterError if the galleries have no such attribute, or no item of `queries`.
+    """
+    if attribute is None:
+        attribute = next((name for name in PRODUCTS if name in a.schema()), PRODUCTS[-1])
+    elif attribute not in a.schema():
+        raise InvalidParameterError(
+            f"attribute = {attribute!r}: gallery {a.name} has "
+            f"{', '.join(a.schema()) or 'no attributes'}."
+        )
+    if queries is not None and isinstance(queries, str):
+        queries = [queries]
+    done = comparison.compare(a, b, attribute, k, sample, queries)
+    if not done.queries:
+        raise InvalidParameterError(
+            f"Galleries {a.name} and {b.name} have "
+            f"{'no item in common' if queries is None else 'none of these queries in common'}. "
+            "Compare galleries with the same keys."
+        )
+    return done
+
+
+def _added(gallery: Gallery, new: Sequence[NewQuery]) -> list[GoldenQuery]:
+    return GoldenSet(gallery.path).add(new, gallery)
+
+
+def _new(place: Path, label: Label, path: str = "") -> NewQuery:
+    """A query of the file `path` in folder `place`, or of the file `place`."""
+    root, path = (place, path) if path else (place.parent, place.name)
+    limits = ImageLimits()
+    if not (root / path).exists():
+        raise SourceError(f"{printable(str(root / path))} does not exist. Check the name.")
+    try:
+        data = read_image(root, path, limits.max_bytes)
+        decode(data, limits)
+    except (ImageError, OSError) as error:
+        raise SourceError(f"The image {root / path} cannot be used: {error}") from error
+    return NewQuery(data, label, path)

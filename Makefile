@@ -27,7 +27,7 @@ $(VENV)/.training: $(VENV)/.uv pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.uv pyproject.toml constraints.txt
-	$(PIP) --quiet --group dev --group milvus-server --editable '.[cpu,training,otel,milvus,open-clip,openvino,parquet,heif,ray]'
+	$(PIP) --quiet --group dev --group milvus-server --editable '.[cpu,training,otel,milvus,open-clip,openvino,parquet,heif,ray,hub,mcp,langchain]'
 	@touch $(VENV)/.training $@
 
 install: $(VENV)/.training  ## Install everything that a user needs into .venv

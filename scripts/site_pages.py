@@ -38,6 +38,7 @@ PYTHON = {
     "kinlens.client": ("Client", "AsyncClient"),
     "kinlens.calls": ("NewItem", "Query", "SearchOptions", "ImageSearchOptions"),
     "kinlens.errors": (),
+    "kinlens.langchain": ("KinlensRetriever",),
     "kinlens.models": (),
 }
 TIDY = {

@@ -8,7 +8,7 @@ from kinlens.environment import isolate
 from kinlens.installs import missing_package
 from kinlens.service.encoding import spawn
 
-_LIGHT = frozenset(["audit", "keys", "settings"])
+_LIGHT = frozenset(["audit", "keys", "mcp", "settings"])
 """Commands that need no part of the service, so they are quick."""
 
 _WITHOUT_MODEL = _LIGHT | {
@@ -26,7 +26,7 @@ def main() -> None:
         spawn.prepare()  # it imports the libraries of models while this process imports
     gc.disable()  # imported objects stay, so a search for garbage finds none
     try:
-        from kinlens.service.commands import keys, options  # noqa: F401  it adds its commands
+        from kinlens.service.commands import keys, mcp, options  # noqa: F401  they add their commands
     except ModuleNotFoundError as missing:
         raise SystemExit(missing_package("kinlens-serve", missing, "cpu", "gpu")) from None
     if not _LIGHT & {*sys.argv[1:2]}:

@@ -13,8 +13,8 @@ from kinlens.service import settings as source
 from kinlens.service.settings import GROUPS, Settings
 
 PREFIX = "KINLENS_"
-_OTHERS = frozenset({"JOB_ID", "SHARED", "LONG_TESTS", "CHROMIUM"})
-"""Variables of jobs and tests, without the prefix."""
+_OTHERS = frozenset({"API_KEY", "JOB_ID", "SHARED", "LONG_TESTS", "CHROMIUM"})
+"""Variables of `mcp`, jobs and tests, without the prefix."""
 _REMOVED = {
     "MAX_BATCH_BYTES": "Bodies with several images may have 64 MiB, or "
     "KINLENS_MAX_UPLOAD_BYTES if that is more. ",

@@ -38,6 +38,8 @@ ONLY_IN = {
     "redis": {"service"},
     "pymilvus": {"indexer"},
     "pyarrow": {"indexer"},
+    "mcp": {"service"},
+    "langchain_core": {"kinlens"},
 }
 FACADE = (
     "kinlens.indexer.gallery",

@@ -16,7 +16,7 @@ try:
     from kinlens.embedder.programs.console import VersionOption
     from kinlens.service.app import create_app
     from kinlens.service.checks import exposures, make_state
-    from kinlens.service.commands import backup, check, feedback, options
+    from kinlens.service.commands import backup, check, feedback, mcp, options  # noqa: F401
     from kinlens.service.commands.options import app
     from kinlens.service.http.server import listen, serve_on, url_of
     from kinlens.service.jobs.manager import JobManager

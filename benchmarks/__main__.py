@@ -3,7 +3,7 @@
     python benchmarks [NAME ...]        or: make bench
 
 The figures of such a run are meaningless; the command at the top of each script produces its table
-of docs/benchmarks.md, docs/results.md, docs/scaling.md or docs/trunks.md. Benchmarks that lack
+of docs/benchmarks.md, docs/results.md, docs/scaling.md or docs/models.md. Benchmarks that lack
 something (a GPU, real images, a package) are skipped with the reason. Exits with 1 if one failed.
 """
 

@@ -5,7 +5,7 @@
 
 The first shows the speedup of each mode over fp32 in onnxruntime at 224 px; a mode that this
 machine lacks is listed with the reason. Targets: bf16 1.8 if the processor has units for it, int8
-1.7 if it has VNNI. The second shows the CPU time of the trunks of docs/trunks.md, each at its own
+1.7 if it has VNNI. The second shows the CPU time of the trunks of docs/models.md, each at its own
 size, in multiples of MobileNetV2 in fp32 at 224 px.
 
 Weights are random, since time does not depend on them, so nothing is downloaded. A trunk is
@@ -37,7 +37,7 @@ from kinlens.training.bundles.int8 import quantize_int8
 from kinlens.training.config.settings import Model
 from kinlens.training.models.embedding import EmbeddingNet
 
-PAGE = Path(__file__).parents[1] / "docs" / "trunks.md"
+PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 ROW = re.compile(r"^\| `([^`]+)` \| (\d+) \| ", re.MULTILINE)
 REFERENCE, SIZE_PX, WARM_UP = "mobilenet_v2", 224, 3
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "int8")

@@ -1,17 +1,23 @@
-"""An mkdocs hook (mkdocs.yml): reference pages from the code, links out of docs/, formulas.
+"""An mkdocs hook (mkdocs.yml): reference pages from the code, links, formulas, pages as Markdown.
 
 The pages are generated in each build, so they cannot be out of date: HTTP routes from the OpenAPI
 document, command lines from the Typer apps, the Python package from its docstrings, the settings of
-a job from its tables, the list of decisions from the titles of their pages.
+a job from its tables, the list of decisions from the titles of their pages, the tables of results
+from their records.
+
+Programs that read the site find each page as Markdown next to its HTML, and the list of pages with
+a sentence about each in `llms.txt` (https://llmstxt.org).
 """
 
+import csv
+import io
 import json
 import posixpath
 import re
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from html import unescape
 from importlib import import_module
 from pathlib import Path
@@ -21,6 +27,7 @@ import griffe
 from latex2mathml.converter import convert
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.nav import Navigation
 from mkdocs.structure.pages import Page
 
 Json = dict[str, Any]
@@ -57,6 +64,12 @@ NUMBERED = re.compile(r"\[(\d+)\](?= \[)")
 FORMULA = re.compile(r'<(div|span) class="arithmatex">\s*\\[\[(](.*?)\\[\])]\s*</\1>', re.DOTALL)
 
 
+SECTIONS: dict[str, list[Any]] = {}
+"""The pages of each section of the navigation, by its title."""
+MARKDOWN: dict[str, str] = {}
+"""The pages of the current build as Markdown, by their path; without those that plugins fill."""
+
+
 class Sections(griffe.Extension):
     """Show sections of docstrings that are written on one line, such as "Returns: a list"."""
 
@@ -77,6 +90,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         "reference/python.md": python_page(),
         "reference/job-settings.md": job_settings_page(),
         "decisions/index.md": decisions_page(),
+        "results/tables.md": tables_page(),
     }
     for path, text in pages.items():
         files.append(File.generated(config, path, content=text))
@@ -110,7 +124,43 @@ def on_page_markdown(text: str, page: Page, config: MkDocsConfig, files: Files) 
         return f"{opening}{config.repo_url}/{kind}/main/{target}{anchor}"
 
     # Python-Markdown would read "[1] [title](address)" as one link.
-    return LINK.sub(moved, NUMBERED.sub(r"\[\1\]", text))
+    text = LINK.sub(moved, NUMBERED.sub(r"\[\1\]", text))
+    if "\n::: " not in text:
+        MARKDOWN[page.file.src_uri] = text
+    return text
+
+
+def on_nav(nav: Navigation, **_: Any) -> None:
+    MARKDOWN.clear()
+    SECTIONS.clear()
+    for item in nav:
+        SECTIONS[item.title or ""] = [item] if isinstance(item, Page) else item.children or []
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Write each page as Markdown, and the list of the pages of the navigation."""
+    folder = Path(config.site_dir)
+    for path, text in MARKDOWN.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text, encoding="utf-8")
+    listed = f"# {config.site_name}\n\n> {config.site_description}\n"
+    for title, pages in SECTIONS.items():
+        listed += f"\n## {title}\n\n"
+        for page in pages:
+            path = page.file.src_uri
+            if path in MARKDOWN:
+                listed += f"- [{page.title}]({config.site_url}{path}): {_about(MARKDOWN[path])}\n"
+    (folder / "llms.txt").write_text(listed, encoding="utf-8")
+
+
+def _about(text: str) -> str:
+    """The first sentence of a page, without links and marks."""
+    paragraphs = re.split(r"\n\s*\n", text)
+    first = next(
+        p for p in paragraphs if not p.startswith(("#", "!", "|", "<", "-", "```", "    "))
+    )
+    plain = re.sub(r"\[([^\]]*)\]\([^)]*\)|[*`]", r"\1", " ".join(first.split()))
+    return re.split(r"(?<=[.?])\s", plain)[0]
 
 
 def on_page_content(html: str, **_: Any) -> str:
@@ -238,6 +288,34 @@ def decisions_page() -> str:
     for path in sorted((ROOT / "docs/decisions").glob("0*.md")):
         title = path.read_text("utf-8").partition("\n")[0].lstrip("# ")
         text += f"- [{title}]({path.name})\n"
+    return text
+
+
+def tables_page() -> str:
+    """Every row of the records of results, of which the pages show the ones that decide."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    additions = import_module("additions")
+    regularizers = import_module("regularizers")
+
+    from kinlens.training.studies.tables import methods, read_study
+
+    results = ROOT / "docs/results"
+    text = "# Every row\n\nGenerated from the records in [docs/results](.). "
+    text += "[Results](../results.md) show the rows that decide, and explain the columns.\n"
+    for path in sorted(results.glob("*.json")):
+        if path.stem != "calibration":
+            text += f"\n## {path.stem}\n\n" + "\n".join(methods(read_study(path))) + "\n"
+    for report, name in (
+        (regularizers.report, "regularizers/cars"),
+        (additions.report, "additions/heads"),
+    ):
+        printed = io.StringIO()
+        with redirect_stdout(printed):
+            report(json.loads((results / f"{name}.json").read_text("utf-8")))
+        text += f"\n## {name.partition('/')[0]}\n\n{printed.getvalue()}\n"
+    for path in sorted((ROOT / "docs").rglob("*.csv")):
+        header, *rows = csv.reader(path.read_text("utf-8").splitlines())
+        text += f"\n## {path.stem}\n" + table(tuple(header), iter(map(tuple, rows)))
     return text
 
 

@@ -60,6 +60,31 @@ def test_the_reference_has_every_setting_and_metric_of_the_service(site: Path) -
     assert 'href="reference/settings.html"' in text_of(site, "operations.html")
 
 
+def test_every_row_of_the_records_of_results_is_shown(site: Path) -> None:
+    tables = text_of(site, "results/tables.html")
+    for words in ("graph_consistency-0.05", "40 % wrong labels", "KoLeo 0.2", "bag of words"):
+        assert words in tables, words
+
+
+def test_programs_can_read_every_page_as_markdown(site: Path) -> None:
+    listed = text_of(site, "llms.txt")
+    assert listed.startswith("# Kinlens\n\n> ")
+    entries = re.findall(
+        r"^- \[.+\]\(https://kinlens\.github\.io/kinlens/(.+\.md)\): .{20}", listed, re.M
+    )
+    assert {"tutorial.md", "research.md", "run.md", "reference/http.md"} <= set(entries)
+    assert len(entries) == len(re.findall("^- ", listed, re.M)) > 40
+    for path in entries:
+        text = text_of(site, path)
+        assert text.startswith("# "), path
+        assert (site / path).with_suffix(".html").is_file(), path
+        for link in re.findall(r"\]\(([^)#:\s]+\.md)", text):
+            target = (site / path).parent / link
+            assert target.is_file() or target.with_suffix(".html").is_file(), f"{path}: {link}"
+    for page in (ROOT / "docs").rglob("*.md"):
+        assert (site / page.relative_to(ROOT / "docs")).is_file(), page
+
+
 def test_formulas_are_shown_without_a_script(site: Path) -> None:
     methods = text_of(site, "methods.html")
     assert methods.count("<math ") > 30

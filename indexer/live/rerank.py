@@ -1,6 +1,6 @@
 """Reordering of the top hits: by an attribute, by a boost, or for diversity.
 
-Effects and costs are measured in docs/benchmarks.md, Diversity and boost.
+Effects and costs are measured in docs/benchmarks/galleries.md, Diversity and boost.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Trunks of timm, and docs/trunks.md: every trunk that it names exports and matches its row."""
+"""Trunks of timm, and docs/models.md: every trunk that it names exports and matches its row."""
 
 import re
 import sys
@@ -27,7 +27,7 @@ from tests.training.jobs import images
 timm = pytest.importorskip("timm", reason="the extra kinlens[timm] is not installed")
 save_file = pytest.importorskip("safetensors.torch").save_file
 
-PAGE = (Path(__file__).parents[2] / "docs" / "trunks.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
 
 
 class Row(NamedTuple):

@@ -1,7 +1,7 @@
 """int8 for the CPU: onnxruntime quantizes the trunk, then each convolution is corrected.
 
 Rounded weights shift the mean of each channel, and these shifts add up over the layers of a trained
-network. Correcting the biases removes most of them. See docs/decisions/0021.
+network. Correcting the biases removes most of them. See docs/decisions/0022.
 """
 
 from pathlib import Path

@@ -2,7 +2,7 @@
 
 Only the trunk changes. The normalisation of the pixels, pooling, projection, flow and the L2
 normalisation stay in float32. They take little time and determine the unit norm.
-See docs/decisions/0006.
+See docs/decisions/0022.
 """
 
 import copy

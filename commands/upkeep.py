@@ -65,7 +65,7 @@ def calibrate(
     """
     with contextlib.closing(Gallery.open(gallery)) as opened:
         found = quality.calibrate(opened, product, progress=True)
-    print_report(found, json)
+    print_report(found.without_queries(), json)
 
 
 @app.command(epilog="Example: kinlens-index plan 1000000 128 --memory-mb 500")

@@ -19,6 +19,7 @@ from kinlens.embedder.errors import CalibrationError
 from kinlens.embedder.types import Hit, ItemId
 from kinlens.indexer.ingest.products import PRODUCTS
 from kinlens.indexer.types import Group
+from kinlens.quality.guarantee import Guarantee
 from kinlens.reports import Report
 from kinlens.values import Scalar, single, values_in
 
@@ -28,6 +29,8 @@ hit."""
 
 DEFAULT_PRIOR = 0.1
 """Prior probability that the searched product is not in the gallery."""
+
+NO_GOLDEN = "The gallery has no golden set, or it was not run"
 
 _EVEN = 0.9  # share of products with nearly the average number of images, for a bundle's curve
 
@@ -64,6 +67,7 @@ class GalleryCalibration(Report, BaseModel, frozen=True):
         even: share of the products with nearly the average number of images.
         gallery: the curve fitted to the items, or the reason why there is none.
         golden: the curve fitted to the golden set, perhaps at another time, or the reason.
+        guarantee: the labelled queries behind guarantees, or why there are none.
     """
 
     items: int
@@ -74,7 +78,8 @@ class GalleryCalibration(Report, BaseModel, frozen=True):
     labelled: int = 0
     even: float = 0.0
     gallery: Fit | str
-    golden: Fit | str = "The gallery has no golden set, or it was not run"
+    golden: Fit | str = NO_GOLDEN
+    guarantee: Guarantee | str = NO_GOLDEN
 
     @property
     def views(self) -> float:
@@ -85,6 +90,13 @@ class GalleryCalibration(Report, BaseModel, frozen=True):
     def is_labelled(self) -> bool:
         """Whether enough items name their product."""
         return self.labelled >= LABELLED * self.items
+
+    def without_queries(self) -> "GalleryCalibration":
+        """This without the labelled queries of the guarantee, which would fill a page."""
+        if isinstance(self.guarantee, str):
+            return self
+        text = f"{len(self.guarantee.queries):,} labelled queries of {self.guarantee.at}"
+        return self.model_copy(update={"guarantee": text})
 
     def lines(self) -> Iterator[str]:
         """The products, and the source and the errors of each curve."""

@@ -7,7 +7,7 @@ The file is derived from the rest of the generation: if it is missing, it is fit
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from kinlens.embedder.durable import stamp, write_whole
 from kinlens.embedder.errors import GalleryWriteError, InvalidParameterError
@@ -16,8 +16,9 @@ from kinlens.indexer.folder.manifest import CALIBRATION
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.ingest.products import PRODUCTS
 from kinlens.indexer.types import Progress
-from kinlens.quality.calibration import LABELLED, Fit, GalleryCalibration
-from kinlens.quality.fitting import SAMPLED, Labelled, fit_gallery, fit_golden
+from kinlens.quality.calibration import LABELLED, NO_GOLDEN, Fit, GalleryCalibration
+from kinlens.quality.fitting import SAMPLED, fit_gallery, fit_golden
+from kinlens.quality.guarantee import CONFIDENCE, Guarantee, Labelled, judge, judge_items
 
 _CHANGED = 0.2  # share of items added or removed after which the curve is fitted again
 
@@ -34,6 +35,11 @@ class Calibrator:
         self._stamp: tuple[int, ...] | None = None  # of the file when `_known` was read or kept
         self._known: GalleryCalibration | None = None
         self._examined = ""  # the version of the gallery that was last examined
+        self._valid: tuple[str, Guarantee | None] = ("", None)  # at this version of the gallery
+        self._outdated = (
+            "The golden set was run when the gallery had other items. Run it again: "
+            f"kinlens-index golden run {gallery.path}"
+        )
         self._lock = threading.Lock()
 
     def stored(self) -> GalleryCalibration | None:
@@ -73,13 +79,10 @@ class Calibrator:
         def with_golden(now: GalleryCalibration | None) -> GalleryCalibration:
             if now is None or now.product != fitted.product:
                 return fitted
-            golden = now.golden
-            if self._is_outdated(golden):
-                golden = (
-                    "The golden set was run when the gallery had other items. Run it again: "
-                    f"kinlens-index golden run {gallery.path}"
-                )
-            return fitted.model_copy(update={"golden": golden})
+            kept = {"golden": now.golden, "guarantee": now.guarantee}
+            return fitted.model_copy(
+                update={n: self._outdated if self._is_outdated(v) else v for n, v in kept.items()}
+            )
 
         return self._keep(with_golden)
 
@@ -93,13 +96,74 @@ class Calibrator:
         known = self.stored() or self.fit()
         if known.product is None:
             return known
-        golden = fit_golden(self._gallery, known.product, queries(known.product))
+        before = known.guarantee
+        chosen = (None, CONFIDENCE) if isinstance(before, str) else (before.by, before.confidence)
+        fitted = {
+            "golden": fit_golden(self._gallery, known.product, queries(known.product)),
+            "guarantee": judge(self._gallery, known.product, queries(known.product), *chosen),
+        }
+        return self._keep_fitted(known, fitted)
 
-        def with_golden(now: GalleryCalibration | None) -> GalleryCalibration:
+    def fit_guarantee(
+        self,
+        queries: Callable[[str], Iterable[Labelled]] | None,
+        by: str | None = None,
+        confidence: float = CONFIDENCE,
+    ) -> Guarantee:
+        """Judge labelled photos, as for `fit_golden`, for guarantees, and store the result.
+
+        queries: None for items of the gallery, if the owner states that queries are like them.
+        by: an attribute whose values get limits of their own.
+
+        Raises: GalleryError, GalleryWriteError, InvalidParameterError if no attribute names the
+            product of an item.
+        """
+        gallery, known = self._gallery, self.stored() or self.fit()
+        for name in (by, known.product):
+            if name not in (None, *gallery.schema()) or known.product is None:
+                raise InvalidParameterError(
+                    f"No item has the attribute {name or 'product'}. Give the attribute that names "
+                    "the product with kinlens-index calibrate --product, and one of the gallery "
+                    "with --by."
+                )
+        assert known.product is not None
+        if queries is None:
+            fitted = judge_items(gallery, known.product, SAMPLED, by, confidence)
+        else:
+            fitted = judge(gallery, known.product, queries(known.product), by, confidence)
+        self._keep_fitted(known, {"guarantee": fitted})
+        return fitted
+
+    def _keep_fitted(
+        self, known: GalleryCalibration, fitted: Mapping[str, object]
+    ) -> GalleryCalibration:
+        """Store what was fitted with the product of `known`; not if another was chosen since."""
+
+        def with_fitted(now: GalleryCalibration | None) -> GalleryCalibration:
             other = now is not None and now.product != known.product
-            return (now or known).model_copy(update={} if other else {"golden": golden})
+            return (now or known).model_copy(update={} if other else fitted)
 
-        return self._keep(with_golden)
+        return self._keep(with_fitted)
+
+    def guarantee(self) -> Guarantee:
+        """The labelled queries that guarantee answers now.
+
+        Raises: InvalidParameterError with the cure if there are none, or if a fifth of the items
+            was added or removed since they were judged.
+        """
+        known, version = self.stored(), self._gallery.version
+        found = NO_GOLDEN if known is None else known.guarantee
+        if isinstance(found, Guarantee) and self._valid != (version, found):
+            if self._is_outdated(found):
+                found = self._outdated
+            else:
+                self._valid = version, found
+        if isinstance(found, str):
+            raise InvalidParameterError(
+                f"This gallery guarantees no answer: {found}. Label queries with kinlens-index "
+                f"golden add, then run kinlens-index golden run {self._gallery.path}."
+            )
+        return found
 
     def fit_if_outdated(self, on_progress: Progress = lambda _: None) -> bool:
         """Fit again if a fifth of the items was added or removed, or items got a product attribute
@@ -115,6 +179,7 @@ class Calibrator:
             known is None
             or self._is_outdated(known)
             or self._is_outdated(known.golden)
+            or self._is_outdated(known.guarantee)
             or self._has_more_labels(known)
         )
         if is_outdated:
@@ -133,7 +198,7 @@ class Calibrator:
         parts = [sum(name in item.attributes for item in items) for name in wanted]
         return max(parts) >= least * len(items)
 
-    def _is_outdated(self, fitted: GalleryCalibration | Fit | str) -> bool:
+    def _is_outdated(self, fitted: GalleryCalibration | Fit | Guarantee | str) -> bool:
         """Whether enough items were added or removed since the fit to change the curve."""
         if isinstance(fitted, str):
             return False

@@ -1,6 +1,6 @@
 """Fit the curve of a calibration: by searches for items of the gallery, or for labelled photos."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import log
 
 import numpy as np
@@ -13,6 +13,7 @@ from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.ingest.products import product_attribute
 from kinlens.indexer.types import Item, Progress
 from kinlens.quality.calibration import Fit, GalleryCalibration, identity, product_of
+from kinlens.quality.guarantee import Labelled
 from kinlens.values import Scalar, single
 
 MIN_VIEWS = 3
@@ -33,11 +34,6 @@ _MISSED_SHARE, _MISSED_COUNT = 0.1, 3  # share plus number of drawn sizes withou
 
 Sizes = Mapping[int, int]
 """Maps a number of images to the number of products with that many images."""
-
-Labelled = tuple[NDArray[np.float32], str, Callable[[Hit], bool] | None]
-"""A photo of a golden set: its vector (D,), its label, and a function that recognises a right hit
-(None if no item is right).
-"""
 
 
 def fit_gallery(

@@ -1,7 +1,7 @@
-"""95 % confidence intervals of a share of queries, and of a paired change."""
+"""Confidence intervals of a share of queries and of a paired change, and exact binomial bounds."""
 
 from collections.abc import Sequence
-from math import sqrt
+from math import exp, lgamma, log, log1p, sqrt
 
 import numpy as np
 
@@ -9,6 +9,7 @@ from kinlens.golden import Interval
 
 _SEED = 0
 _DRAWS = 2000
+_STEPS = 50  # bisections of an exact bound
 _Z = 1.96  # standard deviations around the mean that cover 95 % of a normal distribution
 
 
@@ -41,3 +42,41 @@ def over_classes(change: Sequence[int], names: Sequence[object]) -> Interval | N
         means.append(sums[drawn].sum() / sizes[drawn].sum())
     low, high = np.quantile(means, (0.025, 0.975))
     return round(float(low), 6), round(float(high), 6)
+
+
+def tail(wrong: int, count: int, rate: float) -> float:
+    """The probability of at most `wrong` errors among `count`, each with the probability `rate`."""
+    if wrong >= count:
+        return 1.0
+    is_low = 2 * wrong < count
+    terms = range(wrong + 1) if is_low else range(wrong + 1, count + 1)
+    whole = lgamma(count + 1)
+    part = sum(
+        exp(
+            whole
+            - lgamma(n + 1)
+            - lgamma(count - n + 1)
+            + n * log(rate)
+            + (count - n) * log1p(-rate)
+        )
+        for n in terms
+    )
+    return min(part, 1.0) if is_low else max(1.0 - part, 0.0)
+
+
+def upper_bound(wrong: int, count: int, confidence: float) -> float:
+    """The upper bound (Clopper and Pearson, 1934) of a rate of which `wrong` errors among `count`
+    are known: the true rate is at most that, with the probability `confidence`.
+    """
+    if wrong >= count:
+        return 1.0
+    low, high = wrong / count, 1.0
+    for _ in range(_STEPS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if tail(wrong, count, middle) > 1 - confidence else (low, middle)
+    return high
+
+
+def exact_interval(wrong: int, count: int) -> tuple[float, float]:
+    """The exact 95 % interval of a rate."""
+    return 1 - upper_bound(count - wrong, count, 0.975), upper_bound(wrong, count, 0.975)

@@ -1,0 +1,454 @@
+r"""What answers guarantee, from the labelled queries of a gallery.
+
+- A **set** of products contains the right one with at least the asked probability (split conformal
+  prediction). A labelled query needs all products whose score is at most `behind` below the best
+  one. The limit is an exact quantile of these numbers, so no model of the scores is assumed.
+- A **decision** accepts the best product if it leads the second one by more than a threshold. The
+  threshold is the lowest one at which an exact binomial test still shows, with the asked
+  confidence, that few enough accepted queries are wrong.
+
+Both hold for queries that are drawn as the labelled ones were. A query whose product is absent has
+the right answer "none of these", with a limit of its own: so a set holds for any share of absent
+products. The choices are measured in docs/decisions/0040.
+
+References:
+    Algorithmic Learning in a Random World (Vovk, Gammerman, Shafer 2005)
+    Learn then Test (Angelopoulos, Bates, Candes, Jordan, Lei 2021), https://arxiv.org/abs/2110.01052
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from fractions import Fraction
+from functools import lru_cache
+from math import ceil, inf
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel
+
+from kinlens.embedder.errors import InvalidParameterError
+from kinlens.embedder.types import Hit, ItemId
+from kinlens.indexer.types import SAME_SCORE, Group, Grouping, SearchOptions
+from kinlens.quality.intervals import tail, upper_bound
+from kinlens.values import Scalar, single
+
+if TYPE_CHECKING:
+    from kinlens.indexer.gallery import Gallery
+
+Vector = NDArray[np.float32]
+
+Labelled = tuple[Vector, str, Callable[[Hit], bool] | None]
+"""A labelled photo: its vector (D,), its label, and a function that recognises a right hit (None if
+no item is right).
+"""
+
+CONFIDENCE = 0.95
+"""Confidence of a decision by default."""
+
+KEPT = 20
+"""Number of best products of a labelled query whose distances to the best one are stored."""
+
+_FIRST, _DEEPEST = 50, 1_000  # products to search for; more if the right one is not among them
+_COPY = 1 - 1e-4  # a hit with this cosine is the query itself, or a copy of it
+
+
+class Judged(NamedTuple):
+    """The answer to one labelled query.
+
+    best: the score of the best product.
+    gaps: how far the first `KEPT` products are below the best one; the first is 0.
+    behind: how far the right product is below the best one; None if it is absent or not found.
+    absent: whether the label is "none of these".
+    images: number of images of the right product; 0 if it is absent or not found.
+    kind, best_kind: the category of the right product and of the best one, if asked for.
+    """
+
+    best: float
+    gaps: tuple[float, ...]
+    behind: float | None
+    absent: bool = False
+    images: int = 0
+    kind: Scalar | None = None
+    best_kind: Scalar | None = None
+
+    @property
+    def scores(self) -> tuple[float, ...]:
+        """The scores of the two best products."""
+        return tuple(self.best - gap for gap in self.gaps[:2])
+
+    @property
+    def lead(self) -> float:
+        """How far the second product is below the best one."""
+        return self.gaps[1] if len(self.gaps) > 1 else _lead(self.scores)
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the best product is the right one. A tie counts as wrong."""
+        return self.behind == 0 and self.lead > SAME_SCORE
+
+
+Limits = Mapping[Scalar | None, float]
+"""A limit by category, for categories with enough labels; None has that of all others."""
+
+
+@dataclass(frozen=True, slots=True)
+class SetRule:
+    """Which products are in a set.
+
+    Attributes:
+        level: the asked probability.
+        queries: number of labelled queries whose product is present.
+        limits: a member is at most this far below the best product, by its category.
+        none: "none of these" is a member if the best score plus its lead is at most this; None if
+            no labelled query has an absent product.
+        true: the probability that these labels reach is in this range, for 9 of 10 sets of labels.
+    """
+
+    level: float
+    queries: int
+    limits: Limits
+    none: float | None
+    true: tuple[float, float]
+
+    def has(self, behind: float, kind: Scalar | None) -> bool:
+        """Whether a product of this category, so far below the best one, is a member."""
+        return behind <= self.limits.get(kind, self.limits[None]) + SAME_SCORE
+
+    def members(self, groups: Sequence[Group], by: str | None = None) -> list[Group]:
+        """The members among the best products of a search, best first."""
+        return [
+            group for group in groups if self.has(groups[0].score - group.score, _kind(group, by))
+        ]
+
+    def has_none(self, scores: Sequence[float]) -> bool | None:
+        """Whether "none of these" is a member if the best products have these scores, of which two
+        suffice; None if that is unknown.
+        """
+        return None if self.none is None else _evidence(scores) <= self.none + SAME_SCORE
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionRule:
+    """When the best product may be taken without a person.
+
+    Attributes:
+        accept: the asked share of right ones among those accepted.
+        confidence: how sure that is.
+        queries: number of labelled queries.
+        leads: the best product must lead the second one by more than this, by its category.
+        accepted, wrong: number of labelled queries that this accepts, and of wrong ones among them.
+    """
+
+    accept: float
+    confidence: float
+    queries: int
+    leads: Limits
+    accepted: int = 0
+    wrong: int = 0
+
+    def takes(self, lead: float, kind: Scalar | None) -> bool:
+        """Whether to take a product of this category with this lead."""
+        return lead > self.leads.get(kind, self.leads[None])
+
+    def accepts(self, groups: Sequence[Group], by: str | None = None) -> bool:
+        """Whether to take the first of these best products of a search, of which two suffice."""
+        scores = [group.score for group in groups[:2]]
+        return bool(groups) and self.takes(_lead(scores), _kind(groups[0], by))
+
+
+class Guarantee(BaseModel, frozen=True):
+    """The labelled queries of a gallery, judged by its items.
+
+    Attributes:
+        at: when, ISO 8601.
+        items, last: number of items and highest item id at that time.
+        product: the attribute that names the product of an item.
+        source: the golden set, or items of the gallery if its owner states that queries are drawn
+            like them.
+        confidence: of decisions.
+        by: an attribute whose values have limits of their own.
+    """
+
+    at: str
+    items: int
+    last: ItemId
+    product: str
+    source: Literal["golden", "gallery"]
+    queries: tuple[Judged, ...]
+    confidence: float = CONFIDENCE
+    by: str | None = None
+
+    def __hash__(self) -> int:
+        return hash((self.at, self.last, len(self.queries)))  # cheap, as a key of cached rules
+
+    @property
+    def present(self) -> list[Judged]:
+        """The queries whose product is in the gallery."""
+        return [one for one in self.queries if not one.absent]
+
+    def sets(self, level: float) -> SetRule:
+        """The rule of sets. Raises: InvalidParameterError if the labels do not suffice."""
+        return _set_rule(self, level)
+
+    def decisions(self, accept: float) -> DecisionRule:
+        """The rule of decisions. Raises: InvalidParameterError if the labels do not suffice."""
+        return _decision_rule(self, accept)
+
+
+def judge(
+    gallery: "Gallery",
+    product: str,
+    queries: Iterable[Labelled],
+    by: str | None = None,
+    confidence: float = CONFIDENCE,
+) -> Guarantee:
+    """Judge labelled photos. A photo that is the image of an item finds itself and is skipped.
+
+    Raises: GalleryError.
+    """
+    asked = ((vector, is_right, frozenset[ItemId]()) for vector, _, is_right in queries)
+    return _judge(gallery, product, asked, "golden", by, confidence)
+
+
+def judge_items(
+    gallery: "Gallery", product: str, count: int, by: str | None, confidence: float
+) -> Guarantee:
+    """Judge up to `count` items of the gallery, each searched for among the others. Use it only if
+    the owner states that queries are drawn like the items.
+
+    An item that is the only one of its product counts as not found. Raises: GalleryError.
+    """
+    items, vectors = gallery.sample(count)
+
+    def is_of(value: Scalar) -> Callable[[Hit], bool]:
+        return lambda hit: single(hit.attributes.get(product)) == value
+
+    asked = (
+        (vector, is_of(value), frozenset([item.id]))
+        for item, vector in zip(items, vectors, strict=True)
+        if (value := single(item.attributes.get(product))) is not None
+    )
+    return _judge(gallery, product, asked, "gallery", by, confidence)
+
+
+def _judge(
+    gallery: "Gallery",
+    product: str,
+    queries: Iterable[tuple[Vector, Callable[[Hit], bool] | None, frozenset[ItemId]]],
+    source: Literal["golden", "gallery"],
+    by: str | None,
+    confidence: float,
+) -> Guarantee:
+    grouping, judged, values = Grouping(product), list[Judged](), list[Scalar | None]()
+    for vector, is_right, exclude in queries:
+        groups, right = list[Group](), None
+        for depth in (_FIRST, _DEEPEST):
+            [groups] = gallery.search_groups(
+                vector[np.newaxis], depth, grouping, SearchOptions(exclude=exclude)
+            )
+            if is_right is not None:
+                right = next((group for group in groups if is_right(group.hits[0])), None)
+            if is_right is None or right is not None or len(groups) < depth:
+                break
+        if not groups or groups[0].score >= _COPY:
+            continue
+        best = groups[0].score
+        values.append(right.value if right is not None else None)
+        judged.append(
+            Judged(
+                best=round(best, 6),
+                gaps=tuple(round(best - group.score, 6) for group in groups[:KEPT]),
+                behind=None if right is None else round(best - right.score, 6),
+                absent=is_right is None,
+                kind=None if right is None else _kind(right, by),
+                best_kind=_kind(groups[0], by),
+            )
+        )
+    _, counts = gallery.product_counts(product, [*{v for v in values if v is not None}])
+    return Guarantee(
+        at=datetime.now(UTC).isoformat(timespec="seconds"),
+        items=gallery.size,
+        last=gallery.last_id,
+        product=product,
+        source=source,
+        queries=tuple(
+            one if value is None else one._replace(images=counts.get(value, 1))
+            for one, value in zip(judged, values, strict=True)
+        ),
+        confidence=confidence,
+        by=by,
+    )
+
+
+def _lead(scores: Sequence[float]) -> float:
+    """How far the second of the best scores is below the first; the lowest cosine is -1."""
+    return scores[0] - (scores[1] if len(scores) > 1 else -1.0)
+
+
+def _evidence(scores: Sequence[float]) -> float:
+    """What separates present products from absent ones: the best score, plus its lead."""
+    return scores[0] + _lead(scores) if scores else -inf
+
+
+def _kind(group: Group, by: str | None) -> Scalar | None:
+    """The category of a product: that of its best hit."""
+    return None if by is None else single(group.hits[0].attributes.get(by))
+
+
+# Sets
+
+
+def quantile(numbers: Sequence[float], level: float) -> float:
+    r"""The limit that a new number keeps with a probability of at least `level`, if it is drawn as
+    the n others were: the :math:`\lceil (n + 1) \, level \rceil`-th smallest; infinite if there are
+    fewer.
+    """
+    rank = _rank(len(numbers), level)
+    return sorted(numbers)[rank - 1] if rank <= len(numbers) else inf
+
+
+def labels_for_sets(level: float) -> int:
+    """The fewest labelled queries with which a set can be smaller than all products."""
+    return ceil(_exact(level) / (1 - _exact(level)))
+
+
+def _rank(count: int, level: float) -> int:
+    return ceil((count + 1) * _exact(level))
+
+
+def _exact(level: float) -> Fraction:
+    """The number as it was typed: 0.95 is 19/20, and not the nearest binary number."""
+    return Fraction(repr(level))
+
+
+def _check(name: str, value: float) -> None:
+    if not 0 < value < 1:
+        raise InvalidParameterError(f"{name} = {value:g} must be between 0 and 1, such as 0.95.")
+
+
+@lru_cache(maxsize=64)
+def _set_rule(guarantee: Guarantee, level: float) -> SetRule:
+    _check("guarantee", level)
+    present, least = guarantee.present, labels_for_sets(level)
+    count = len(present)
+    if count < least:
+        raise InvalidParameterError(
+            f"guarantee = {level:g} needs at least {least:,} labelled queries whose product is in "
+            f"the gallery; there are {count:,}. Label {least - count:,} more, then run "
+            "kinlens-index golden run; or ask for less."
+        )
+    parts = _parts(guarantee, present, lambda one: one.kind, least)
+    limits = {kind: quantile([*map(_behind, own)], level) for kind, own in parts.items()}
+    if inf in limits.values():
+        lost = sum(one.behind is None for one in present)
+        raise InvalidParameterError(
+            f"guarantee = {level:g} is not possible: the right product of {lost:,} of {count:,} "
+            f"labelled queries is not among the first {_DEEPEST:,}. Train the model on these "
+            "products, or ask for less."
+        )
+    absent = [_evidence(one.scores) for one in guarantee.queries if one.absent]
+    rank = _rank(count, level)
+    return SetRule(
+        level=level,
+        queries=count,
+        limits=limits,
+        none=quantile(absent, level) if absent else None,
+        true=(
+            1 - upper_bound(count - rank, count, 0.95),
+            upper_bound(rank - 1, count, 0.95),
+        ),
+    )
+
+
+def _behind(one: Judged) -> float:
+    return inf if one.behind is None else one.behind
+
+
+def _parts(
+    guarantee: Guarantee,
+    queries: Sequence[Judged],
+    kind_of: Callable[[Judged], Scalar | None],
+    least: int,
+) -> dict[Scalar | None, Sequence[Judged]]:
+    """The queries of each category with at least `least` of them, and by None those of the others
+    together. So that these are enough, they include the smallest of the categories.
+    """
+    found: dict[Scalar | None, list[Judged]] = {}
+    for one in queries:
+        found.setdefault(kind_of(one), []).append(one)
+    others = found.pop(None, [])
+    for kind in sorted(found, key=lambda kind: len(found[kind])):
+        if guarantee.by is None or len(found[kind]) < least or 0 < len(others) < least:
+            others += found.pop(kind)
+    return {None: others or queries, **found}  # if all have a limit, new categories get one of all
+
+
+# Decisions
+
+
+def labels_for_decisions(accept: float, confidence: float = CONFIDENCE) -> int:
+    """The fewest labelled queries, all of them accepted and right, that prove the rate."""
+    return counts_to_test(accept, confidence, inf)[0]
+
+
+@lru_cache(maxsize=64)
+def counts_to_test(accept: float, confidence: float, most: float) -> tuple[int, ...]:
+    """The fewest queries that prove the share of right ones with 0, 1, 2, ... errors, of at most
+    `most`: 299, 473, 628, ... for 0.99 at 0.95 confidence. Without a limit, the first of them.
+    """
+    rate, found, count = float(1 - _exact(accept)), list[int](), 1
+    while count <= most and not (most == inf and found):
+        if tail(len(found), count, rate) <= 1 - confidence:
+            found.append(count)
+        else:
+            count += 1
+    return tuple(found)
+
+
+@lru_cache(maxsize=64)
+def _decision_rule(guarantee: Guarantee, accept: float) -> DecisionRule:
+    _check("accept", accept)
+    queries, confidence = guarantee.queries, guarantee.confidence
+    least = labels_for_decisions(accept, confidence)
+    parts = _parts(guarantee, queries, lambda one: one.best_kind, least)
+    leads = {kind: lowest_lead(own, accept, confidence) for kind, own in parts.items()}
+    if min(leads.values()) == inf:
+        order = sorted(queries, key=lambda one: one.lead, reverse=True)
+        right = next((n for n, one in enumerate(order) if not one.is_right), len(order))
+        cure = f"Label {least - len(queries):,} more queries, then run kinlens-index golden run"
+        if len(queries) >= least:
+            cure = f"Of {len(queries):,} labelled queries the next one is wrong: train the model"
+        raise InvalidParameterError(
+            f"accept = {accept:g} is not possible: {least:,} accepted without an error are needed "
+            f"for {100 * accept:.4g} % at {100 * confidence:.4g} % confidence; there are "
+            f"{right:,}. {cure}, or ask for less."
+        )
+    rule = DecisionRule(accept, confidence, len(queries), leads)
+    accepted = [one for one in queries if rule.takes(one.lead, one.best_kind)]
+    return replace(rule, accepted=len(accepted), wrong=sum(not one.is_right for one in accepted))
+
+
+def lowest_lead(queries: Sequence[Judged], accept: float, confidence: float) -> float:
+    """The lead above which a product may be taken; infinite if no lead is proven.
+
+    Fixed-sequence testing: the queries with the largest leads are tested, first as few as could
+    prove the rate, then more of them, until a test fails. How many are tested depends on no label.
+    If products with a smaller lead are not surer than those with a larger one, an unproven lead is
+    taken with a probability of at most 1 - confidence: given how many leads are above the true
+    limit, the first test beyond it has no fewer errors than a binomial of the rate.
+    """
+    order = sorted(queries, key=lambda one: one.lead, reverse=True)
+    rate, lowest = float(1 - _exact(accept)), inf
+    for count in dict.fromkeys((*counts_to_test(accept, confidence, len(order)), len(order))):
+        while count < len(order) and order[count].lead == order[count - 1].lead:
+            count += 1
+        # Strictly above the next lead: whether that is right is not tested.
+        least = max(order[count].lead if count < len(order) else 0.0, SAME_SCORE)
+        accepted = [one for one in order if one.lead > least]
+        wrong = sum(not one.is_right for one in accepted)
+        if not accepted or tail(wrong, len(accepted), rate) > 1 - confidence:
+            break
+        lowest = least
+    return lowest

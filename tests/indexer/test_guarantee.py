@@ -1,0 +1,305 @@
+"""Guarantees: exact quantiles and binomials, coverage by simulation, refusals and withdrawal."""
+
+from collections.abc import Iterator
+from math import inf
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from kinlens.embedder.errors import InvalidParameterError
+from kinlens.embedder.types import Embeddings, Hit
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.types import Entry, Group, Grouping
+from kinlens.quality.calibrator import Calibrator
+from kinlens.quality.guarantee import (
+    Guarantee,
+    Judged,
+    Labelled,
+    counts_to_test,
+    judge,
+    judge_items,
+    labels_for_decisions,
+    labels_for_sets,
+    quantile,
+)
+from kinlens.quality.intervals import exact_interval, tail, upper_bound
+from tests.indexer.oracle import DIM, units
+
+PRODUCTS, VIEWS = 60, 3
+NOISE, CLEAR = 0.2, 0.1  # in photos of a shop, and of a studio
+
+
+def photos(rng: np.random.Generator, products: np.ndarray, noise: float) -> Embeddings:
+    """A photo of each product, around centres that are the same in every call."""
+    vectors = units(2 * PRODUCTS, 7)[products] + noise * rng.standard_normal((len(products), DIM))
+    unit: Embeddings = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+    return unit.astype(np.float32)
+
+
+def stocked(gallery: Gallery, noise: float = NOISE) -> None:
+    products = np.repeat(np.arange(PRODUCTS), VIEWS)
+    vectors = photos(np.random.default_rng(1), products, noise)
+    gallery.add(
+        Entry(f"k{n}", vector, f"{n:064x}", {"product": f"p{p}", "kind": f"c{p % 3}"})
+        for n, (vector, p) in enumerate(zip(vectors, products.tolist(), strict=True))
+    )
+
+
+def asked(count: int, noise: float = NOISE) -> Iterator[Labelled]:
+    """Labelled photos; a fifth of them shows a product that is not in the gallery."""
+    rng = np.random.default_rng(2)
+    products = rng.integers(0, PRODUCTS, count)
+    products = np.where(rng.random(count) < 0.2, products + PRODUCTS, products)
+
+    def is_of(product: int):
+        return lambda hit: hit.attributes["product"] == f"p{product}"
+
+    for vector, product in zip(photos(rng, products, noise), products.tolist(), strict=True):
+        yield vector, f"p{product}", is_of(product) if product < PRODUCTS else None
+
+
+def all_queries(path: Path, noise: float) -> Guarantee:
+    gallery = Gallery.create(path / "g", name="g", bundle_id="b", dim=DIM)
+    stocked(gallery, noise)
+    found = judge(gallery, "product", asked(800, noise))
+    gallery.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def people(tmp_path_factory: pytest.TempPathFactory) -> Guarantee:
+    """All queries that ever come to a shop, judged by its gallery."""
+    return all_queries(tmp_path_factory.mktemp("shop"), NOISE)
+
+
+@pytest.fixture(scope="module")
+def studio(tmp_path_factory: pytest.TempPathFactory) -> Guarantee:
+    """The same for queries that are easier."""
+    return all_queries(tmp_path_factory.mktemp("studio"), CLEAR)
+
+
+def drawn(people: Guarantee, count: int, seed: int, absent: bool = True) -> Guarantee:
+    """Labelled queries, drawn at random from all that come."""
+    known = [one for one in people.queries if absent or not one.absent]
+    chosen = np.random.default_rng(seed).integers(0, len(known), count)
+    return people.model_copy(update={"queries": tuple(known[n] for n in chosen), "at": str(seed)})
+
+
+def judged(lead: float, right: bool, kind: str | None = None) -> Judged:
+    return Judged(0.9, (0.0, lead), 0.0 if right else lead, kind=kind, best_kind=kind)
+
+
+def of(*queries: Judged, by: str | None = None) -> Guarantee:
+    return Guarantee(at="", items=0, last=0, product="p", source="golden", queries=queries, by=by)
+
+
+@pytest.mark.parametrize("count", [1, 7, 120, 299, 1000])
+@pytest.mark.parametrize("rate", [0.001, 0.01, 0.05, 0.5, 0.97])
+def test_binomials_are_those_of_scipy(count: int, rate: float) -> None:
+    for wrong in sorted({0, 1, count // 20, count // 2, count - 1, count}):
+        assert tail(wrong, count, rate) == pytest.approx(
+            stats.binom.cdf(wrong, count, rate), rel=1e-9, abs=1e-11
+        )
+        proof = stats.binomtest(wrong, count).proportion_ci(0.95, method="exact")
+        assert exact_interval(wrong, count) == pytest.approx((proof.low, proof.high), abs=1e-9)
+        one_sided = stats.binomtest(wrong, count, alternative="less").proportion_ci(0.99, "exact")
+        assert upper_bound(wrong, count, 0.99) == pytest.approx(one_sided.high, abs=1e-9)
+
+
+@pytest.mark.parametrize("level", [0.5, 0.9, 0.95, 0.99, 0.57])
+@pytest.mark.parametrize("count", [1, 9, 18, 19, 20, 99, 100, 137])
+def test_the_quantile_covers_exactly_as_many_of_equal_chances(level: float, count: int) -> None:
+    """Each of n + 1 numbers is equally likely to be the new one."""
+    numbers = np.random.default_rng(count).standard_normal(count + 1).tolist()
+    covered = sum(
+        number <= quantile([*numbers[:n], *numbers[n + 1 :]], level)
+        for n, number in enumerate(numbers)
+    )
+    least = next(k for k in range(count + 2) if k * 100 >= round(100 * level) * (count + 1))
+    assert covered == least
+    assert (quantile(numbers[1:], level) == inf) is (count < labels_for_sets(level))
+
+
+@pytest.mark.parametrize("count", [20, 40, 150])
+def test_sets_cover_the_level_of_the_queries_that_come(people: Guarantee, count: int) -> None:
+    """An off-by-one in the quantile of 20 labels would cover 0.905 on average."""
+    queries, shares = people.present, []
+    for seed in range(500):
+        rule = drawn(people, count, seed, absent=False).sets(0.95)
+        shares.append(
+            np.mean([rule.has(inf if one.behind is None else one.behind, None) for one in queries])
+        )
+    error = np.std(shares) / np.sqrt(len(shares))
+    assert np.mean(shares) >= 0.95 - 2 * error
+    assert np.mean(shares) <= 0.95 + 1 / (count + 1) + 0.004  # a coarse population adds a little
+    assert 0.9 < np.quantile(shares, 0.5) < 1
+
+
+def test_none_of_these_is_covered_at_any_share_of_absent_products(people: Guarantee) -> None:
+    absent = [one for one in people.queries if one.absent]
+    shares = [
+        np.mean([rule.has_none(one.scores) for one in absent])
+        for seed in range(300)
+        if (rule := drawn(people, 250, seed).sets(0.9)).none is not None
+    ]
+    assert 0.89 < np.mean(shares) < 0.94
+
+
+@pytest.mark.parametrize(("accept", "count"), [(0.9, 60), (0.9, 300), (0.95, 400)])
+def test_decisions_err_more_often_than_asked_in_at_most_one_of_twenty(
+    studio: Guarantee, accept: float, count: int
+) -> None:
+    queries, harmed, accepted = studio.queries, 0, []
+    for seed in range(500):
+        try:
+            rule = drawn(studio, count, seed).decisions(accept)
+        except InvalidParameterError:
+            continue
+        taken = [one for one in queries if rule.takes(one.lead, None)]
+        accepted.append(len(taken) / len(queries))
+        harmed += np.mean([one.is_right for one in taken]) < accept
+    assert harmed <= stats.binom.ppf(0.999, 500, 0.05)
+    assert np.mean(accepted) > 0.3
+    assert len(accepted) > 100
+
+
+def test_a_decision_without_a_bound_would_err_far_more_often(studio: Guarantee) -> None:
+    """The plug-in: the lowest lead with an error of at most a tenth among the labelled queries."""
+    harmed = 0
+    for seed in range(200):
+        order = sorted(drawn(studio, 60, seed).queries, key=lambda one: -one.lead)
+        wrong = np.cumsum([not one.is_right for one in order]) / np.arange(1, len(order) + 1)
+        least = order[int(np.flatnonzero(wrong <= 0.1).max(initial=0))].lead
+        taken = [one.is_right for one in studio.queries if one.lead >= least]
+        harmed += np.mean(taken) < 0.9
+    assert harmed > 0.25 * 200
+
+
+def test_as_many_labels_are_needed_as_the_binomial_needs() -> None:
+    assert labels_for_sets(0.95) == 19
+    assert labels_for_sets(0.99) == 99
+    assert labels_for_decisions(0.99) == 299
+    assert labels_for_decisions(0.99, 0.99) == 459
+    assert counts_to_test(0.99, 0.95, 1000) == (299, 473, 628, 773, 913)
+
+
+def test_too_few_labels_are_refused_with_the_number_that_is_missing() -> None:
+    few = of(*(judged(0.1, True) for _ in range(120)))
+    with pytest.raises(
+        InvalidParameterError,
+        match=r"299 accepted without an error are needed for "
+        r"99 % at 95 % confidence; there are 120\. Label 179 more",
+    ):
+        few.decisions(0.99)
+    with pytest.raises(InvalidParameterError, match="Label 1 more"):
+        of(*few.queries[:18]).sets(0.95)
+    lost = Judged(0.5, (0.0, 0.1), None)
+    with pytest.raises(InvalidParameterError, match="right product of 3 of 43 labelled queries"):
+        of(*few.queries[:40], lost, lost, lost).sets(0.95)
+    for level in (0.0, 1.0, -1.0):
+        with pytest.raises(InvalidParameterError, match="must be between 0 and 1"):
+            few.sets(level)
+
+
+def test_299_right_answers_suffice_and_one_error_among_the_surest_does_not() -> None:
+    right = [judged(0.2 + n / 1e4, True) for n in range(299)]
+    rule = of(*right).decisions(0.99)
+    assert (rule.accepted, rule.wrong) == (299, 0)
+    with pytest.raises(InvalidParameterError, match=r"there are 10\. Of 299"):
+        of(*right[:288], judged(0.2288, False), *right[289:]).decisions(0.99)
+    later = of(*right, judged(0.1, True), *[judged(0.01, False)] * 9).decisions(0.99)
+    assert (later.accepted, later.wrong) == (299, 0)
+    assert later.takes(0.11, None)
+    assert not later.takes(0.1, None)
+
+
+def test_ties_are_wrong_for_decisions_and_members_of_sets() -> None:
+    tie = judged(0.0, True)
+    assert not tie.is_right
+    rule = of(*(judged(0.1, True) for _ in range(40)), tie).decisions(0.9)
+    assert not rule.takes(0.0, None)
+    sets = of(*(judged(0.1, n < 35) for n in range(40))).sets(0.95)
+    groups = [Group(n, score, [Hit(n, str(n), score)]) for n, score in enumerate((0.8, 0.7, 0.69))]
+    assert [group.value for group in sets.members(groups)] == [0, 1]  # 0.1 behind, in float32 too
+    assert sets.members([]) == []
+    assert sets.has_none([0.1]) is None
+
+
+def test_a_category_with_enough_labels_has_a_limit_of_its_own() -> None:
+    easy = [judged(0.1, True, "easy")] * 120
+    hard = [judged(0.1 + n / 1e3, n < 60, "hard") for n in range(100)]
+    rare = [judged(0.3, n < 3, "rare") for n in range(6)]
+    rule = of(*easy, *hard, *rare, by="kind").sets(0.95)
+    assert rule.limits["easy"] == 0
+    assert rule.limits.keys() == {"easy", None}  # the rare ones join the smaller category
+    own = of(*easy, *hard, *rare * 4, by="kind").sets(0.95)
+    assert own.limits["hard"] == pytest.approx(0.195)
+    assert of(*easy, *hard).sets(0.95).limits.keys() == {None}
+    assert of(*easy, *hard, by="kind").decisions(0.95).leads["easy"] < 0.1
+
+
+def test_a_gallery_judges_labelled_photos_as_a_naive_search_does(gallery: Gallery) -> None:
+    stocked(gallery)
+    gallery.compact()
+    vectors = np.stack([entry.vector for batch in gallery.scan() for entry in batch])
+    products = np.repeat(np.arange(PRODUCTS), VIEWS)
+    queries = [*asked(80)]
+    found = judge(gallery, "product", queries, by="kind")
+    for one, (vector, label, is_right) in zip(found.queries, queries, strict=True):
+        best = np.array([(vectors[products == p] @ vector).max() for p in range(PRODUCTS)])
+        order = np.sort(best)[::-1]
+        assert one.best == pytest.approx(order[0], abs=2e-6)
+        assert one.gaps == pytest.approx(order[0] - order[:20], abs=3e-6)
+        assert one.absent is (is_right is None)
+        if not one.absent:
+            product = int(label[1:])
+            assert one.behind == pytest.approx(order[0] - best[product], abs=3e-6)
+            assert (one.kind, one.images) == (f"c{product % 3}", VIEWS)
+    assert judge(gallery, "product", [(vectors[0], "p0", lambda hit: True)]).queries == ()
+
+
+def test_items_of_the_gallery_are_judged_without_themselves(gallery: Gallery) -> None:
+    stocked(gallery)
+    found = judge_items(gallery, "product", 50, None, 0.95)
+    assert len(found.queries) == 50
+    assert found.source == "gallery"
+    assert max(one.best for one in found.queries) < 0.999
+    assert not any(one.absent for one in found.queries)
+
+
+def test_a_guarantee_is_stored_and_withdrawn_after_a_fifth_of_the_items_changed(
+    gallery: Gallery,
+) -> None:
+    stocked(gallery)
+    calibrator = Calibrator(gallery)
+    with pytest.raises(InvalidParameterError, match="golden run"):
+        calibrator.guarantee()
+    calibrator.fit_golden(lambda product: asked(60))
+    kept = Calibrator(gallery).guarantee()
+    assert kept == calibrator.guarantee()
+    assert kept.sets(0.95).queries == len(kept.present)
+    gallery.remove([f"k{n}" for n in range(30)])
+    assert calibrator.guarantee() == kept
+    gallery.remove([f"k{n}" for n in range(30, 40)])
+    with pytest.raises(InvalidParameterError, match="other items"):
+        calibrator.guarantee()
+    calibrator.fit_if_outdated()
+    with pytest.raises(InvalidParameterError, match="other items"):
+        Calibrator(gallery).guarantee()
+    calibrator.fit_guarantee(lambda product: asked(60), "kind", 0.9)
+    assert (calibrator.guarantee().by, calibrator.guarantee().confidence) == ("kind", 0.9)
+    calibrator.fit_golden(lambda product: asked(60))  # keeps what the owner chose
+    assert (calibrator.guarantee().by, calibrator.guarantee().confidence) == ("kind", 0.9)
+    with pytest.raises(InvalidParameterError, match="No item has the attribute shade"):
+        calibrator.fit_guarantee(None, "shade")
+
+
+def test_a_gallery_without_the_attribute_of_a_product_guarantees_nothing(gallery: Gallery) -> None:
+    vectors = units(30, 5)
+    gallery.add(Entry(f"k{n}", vector, f"{n:064x}", {"n": n}) for n, vector in enumerate(vectors))
+    with pytest.raises(InvalidParameterError, match="No item has the attribute product"):
+        Calibrator(gallery).fit_guarantee(None)
+    [groups] = gallery.search_groups(vectors[:1], 3, Grouping("n"))
+    assert len(groups) == 3

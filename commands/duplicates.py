@@ -27,6 +27,6 @@ def duplicates(
 ) -> None:
     """Find groups of items that probably show the same product. Exits with 1 if there are none."""
     with stores.in_folder(gallery, "cannot search for near-duplicates") as store:
-        found = quality.duplicates(store, min_score=min_score, exact=exact, progress=True)
+        found = quality.duplicates(store, min_score=min_score, exact=exact, shown=True)
     print_report(found, json)
     exit_if_empty(not found.groups, f"No items of {found.name} are near-duplicates.")

@@ -113,7 +113,7 @@ def run(
     embedder = model.open(bundle)
     opened = Gallery.open(gallery, expected_bundle_id=embedder.bundle_id)
     with contextlib.closing(opened) as store:
-        report = quality.evaluate(store, embedder, min_score=min_score, worst=worst, progress=True)
+        report = quality.evaluate(store, embedder, min_score=min_score, worst=worst, shown=True)
     print_report(report, json)
 
 

@@ -22,7 +22,7 @@ from kinlens.embedder.errors import GalleryError, InvalidParameterError
 from kinlens.indexer.exchange.milvus_index import MilvusIndex
 from kinlens.indexer.index.index_types import IndexKind
 from kinlens.indexer.types import seconds_of
-from kinlens.library import stores, transfer
+from kinlens.library import stores, upkeep
 
 app = typer.Typer()
 
@@ -37,7 +37,7 @@ def export(
 ) -> None:
     """Write all items with vectors and attributes to a Parquet file."""
     with stores.opened(gallery) as store:
-        count = transfer.export(store, file, progress=True)
+        count = upkeep.export(store, file, shown=True)
     print_report({"file": str(file), "items": count}, json, f"{count:,} items in {file}.")
 
 
@@ -104,7 +104,7 @@ def import_(
 
     An existing gallery is replaced. To resume an interrupted import, run the same command again.
     """
-    report = transfer.import_gallery(
+    report = upkeep.import_gallery(
         sources,
         gallery,
         name=name,
@@ -117,7 +117,7 @@ def import_(
         keys=keys,
         csv=csv,
         image_root=image_root,
-        progress=True,
+        shown=True,
         index=index,
         memory_mb=memory_mb,
         target_recall=target_recall,
@@ -135,7 +135,7 @@ def backup(
     json: JsonOption = False,
 ) -> None:
     """Write a consistent copy of a gallery, while it is in use."""
-    report = transfer.backup(gallery, folder, progress=True)
+    report = upkeep.backup(gallery, folder, shown=True)
     size = f"{report.items:,} items, {report.bytes / 1e6:,.1f} MB"
     print_report(report, json, f"Backup {folder} of {report.name}: {size}.")
 
@@ -150,7 +150,7 @@ def restore(
     json: JsonOption = False,
 ) -> None:
     """Restore a gallery from a backup, after checking all its files."""
-    manifest = transfer.restore_gallery(source, gallery, replace=replace, progress=True)
+    manifest = upkeep.restore_gallery(source, gallery, replace=replace, shown=True)
     report = {"name": manifest.name, "generation": manifest.generation}
     print_report(report, json, f"Gallery {gallery} ({manifest.name}) restored from {source}.")
 
@@ -187,13 +187,13 @@ def publish(
     snapshots with kinlens-serve --gallery NAME=ADDRESS.
     """
     interval_s = None if every is None else _seconds(every)
-    report = transfer.publish(
+    report = upkeep.publish(
         gallery,
         address,
         images=with_images,
         image_root=image_root,
         take_over=take_over,
-        progress=True,
+        shown=True,
     )
     print_report(report, json)
     checked_at = time.monotonic()
@@ -204,8 +204,8 @@ def publish(
             is_due = with_images and time.monotonic() - checked_at > _IMAGE_RETRY_S
             checked_at = time.monotonic() if is_due else checked_at
             try:
-                report = transfer.publish(
-                    gallery, address, images=is_due, image_root=image_root, progress=False
+                report = upkeep.publish(
+                    gallery, address, images=is_due, image_root=image_root, shown=False
                 )
             except GalleryError as error:  # the next interval tries again
                 err.print(str(error), soft_wrap=True)

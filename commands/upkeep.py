@@ -43,7 +43,7 @@ def compact(
     changes them.
     """
     with contextlib.closing(Gallery.open(gallery)) as opened:
-        report = upkeep.compact(opened, rebuild=rebuild, progress=True, **index.choice)
+        report = upkeep.compact(opened, rebuild=rebuild, shown=True, **index.choice)
     print_report(report, json)
 
 
@@ -64,7 +64,7 @@ def calibrate(
     `golden run` fits a more accurate curve.
     """
     with contextlib.closing(Gallery.open(gallery)) as opened:
-        found = quality.calibrate(opened, product, progress=True)
+        found = quality.calibrate(opened, product, shown=True)
     print_report(found.without_queries(), json)
 
 
@@ -136,7 +136,7 @@ def verify(
         image_root=image_root,
         queries=queries,
         target_recall=target_recall,
-        progress=True,
+        shown=True,
     )
     print_report(report, json)
     if not report.is_good:

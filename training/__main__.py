@@ -4,6 +4,7 @@ import errno
 import io
 import os
 import sys
+from collections.abc import Callable
 
 from kinlens.embedder.errors import JobError, KinlensError
 from kinlens.environment import isolate
@@ -29,12 +30,19 @@ except ModuleNotFoundError as missing:
     raise _needs(missing) from None
 
 app = new_program(no_args_is_help=True)
-for command in (
-    adapt, new, fit, evaluate, report, export, attach, teach_words, crossval, search, tournament
-):  # fmt: skip
-    app.command()(command)
-app.command("import")(import_onnx)
-app.add_typer(data_app, name="data")
+_GROUPS: dict[str, dict[str, Callable[..., None]]] = {
+    "Your own shop": {
+        "adapt": adapt, "import": import_onnx, "attach": attach, "teach-words": teach_words,
+    },
+    "Research": {
+        "new": new, "fit": fit, "evaluate": evaluate, "report": report, "export": export,
+        "crossval": crossval, "search": search, "tournament": tournament,
+    },
+}  # fmt: skip
+for title, members in _GROUPS.items():
+    for name, command in members.items():
+        app.command(name, rich_help_panel=title)(command)
+app.add_typer(data_app, name="data", rich_help_panel="Research")
 
 
 _PACKAGES = (

@@ -136,7 +136,7 @@ def evaluate(
     *,
     min_score: float | None = None,
     worst: int = 10,
-    progress: bool | None = None,
+    shown: bool | None = None,
 ) -> GoldenRun:
     """Search with every labelled query, measure recall, and store the report.
 
@@ -157,7 +157,7 @@ def evaluate(
             f"The golden set of {gallery.path} is empty. Label queries first: kinlens-index "
             "golden add."
         )
-    with progress_bar(len(queries), "Embedding", "images", progress) as advance:
+    with progress_bar(len(queries), "Embedding", "images", shown) as advance:
         vectors = embedded(stored, queries, bundle, advance)
     threshold = threshold_of(bundle.calibration) if min_score is None else min_score
     report = GoldenResults.of(gallery, queries, vectors).report(threshold, worst)
@@ -173,7 +173,7 @@ def golden_runs(path: Path | str) -> GoldenRuns:
 
 
 def calibrate(
-    gallery: Gallery, product: str | None = None, *, progress: bool | None = None
+    gallery: Gallery, product: str | None = None, *, shown: bool | None = None
 ) -> GalleryCalibration:
     """Fit the probability that a hit is right, by searching for items of the gallery.
 
@@ -182,7 +182,7 @@ def calibrate(
 
     Raises: InvalidParameterError, GalleryConflictError, GalleryWriteError.
     """
-    with progress_bar(1000, "Searching", shown=progress) as advance:
+    with progress_bar(1000, "Searching", shown=shown) as advance:
         return Calibrator(gallery).fit(product, advance)
 
 
@@ -230,7 +230,7 @@ def duplicates(
     *,
     min_score: float | None = None,
     exact: bool = False,
-    progress: bool | None = None,
+    shown: bool | None = None,
 ) -> Duplicates:
     """Find groups of items that probably show the same product, the largest first.
 
@@ -240,7 +240,7 @@ def duplicates(
 
     Raises: InvalidParameterError for a score outside -1..1.
     """
-    with progress_bar(gallery.size, "Comparing", shown=progress) as advance:
+    with progress_bar(gallery.size, "Comparing", shown=shown) as advance:
         near = find_duplicates(gallery, min_score=min_score, exact=exact, on_progress=advance)
     groups = list(members_of(gallery, near.groups))
     segment = None if exact else gallery.facts().segment

@@ -1,6 +1,8 @@
-"""Care for galleries: compact and verify them, and plan their index."""
+"""Care for galleries and copy them: compact, verify, plan; export, import, back up, publish."""
 
-from collections.abc import Iterator
+import contextlib
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Unpack, get_args
@@ -8,29 +10,53 @@ from typing import Any, Unpack, get_args
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kinlens.embedder.errors import PlanError
+from kinlens.embedder.bundle import Bundle
+from kinlens.embedder.errors import InvalidParameterError, PlanError, SourceError
 from kinlens.embedder.programs.progress import progress_bar
 from kinlens.embedder.session import Embedder
+from kinlens.indexer.addresses import REMOTE, ImageRoot, image_root_of
 from kinlens.indexer.checks.verify import VerifyReport, sample_size, size_of, verify_gallery
+from kinlens.indexer.exchange.milvus_index import MilvusIndex
+from kinlens.indexer.exchange.milvus_load import import_to_milvus
+from kinlens.indexer.exchange.parquet import export_gallery
+from kinlens.indexer.exchange.publish import PublishReport
+from kinlens.indexer.exchange.publish import publish as publish_snapshot
+from kinlens.indexer.folder.layout import GalleryFolder
+from kinlens.indexer.folder.manifest import GalleryManifest, name_of
+from kinlens.indexer.galleries import copy_bytes
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.index.index_types import IndexKind
 from kinlens.indexer.index.plan import IndexChoice, IndexSettings, Plan, plan_index
-from kinlens.indexer.ingest.foreign import read_vectors
+from kinlens.indexer.ingest.build import ImportReport
+from kinlens.indexer.ingest.build import import_gallery as import_entries
+from kinlens.indexer.ingest.foreign import Tables, files_of, is_foreign, read_export, read_vectors
+from kinlens.indexer.ingest.shards import MANIFEST as SHARDS
+from kinlens.indexer.ingest.shards import VectorShards
+from kinlens.indexer.live.backup import BackupReport, restore_backup, write_backup
 from kinlens.indexer.live.compaction import CompactReport
-from kinlens.indexer.types import VectorType
+from kinlens.indexer.types import (
+    MILVUS,
+    OTHER_MODEL,
+    GalleryExport,
+    Progress,
+    VectorType,
+    milvus_address,
+)
+from kinlens.library import stores
 from kinlens.quality.calibrator import Calibrator
 from kinlens.quality.golden import GoldenSet
 from kinlens.reports import Report
 
 _SIZES = ("memory_mb", "mapped_mb", "disk_mb")
 _COSTS = (*_SIZES, "build_memory_mb", "gpu_memory_mb", "gpu_free_mb", "expected_recall", "reason")
+_FACTS = {"name", "bundle_id", "precision", "created_at", "source", "source_root"}
 
 
 def compact(
     gallery: Gallery,
     *,
     rebuild: bool = False,
-    progress: bool | None = None,
+    shown: bool | None = None,
     **index: Unpack[IndexChoice],
 ) -> CompactReport:
     """Write added items to the index and erase removed ones, while the gallery is in use.
@@ -50,7 +76,7 @@ def compact(
     settings = gallery.index_settings().changed(**index)
     if index.get("index_device") and gallery.size:  # fail early if it does not fit
         plan_index(gallery.size, gallery.dim, settings, gallery.vector_type)
-    with progress_bar(facts.size, "Indexing", shown=progress) as advance:
+    with progress_bar(facts.size, "Indexing", shown=shown) as advance:
         report = gallery.compact(settings, wait=True, from_scratch=rebuild, on_progress=advance)
     Calibrator(gallery).fit_if_outdated()
     return report
@@ -61,10 +87,10 @@ def verify(
     bundle: Embedder | None = None,
     *,
     sample: int | None = None,
-    image_root: Path | str | None = None,
+    image_root: ImageRoot | str | None = None,
     queries: ArrayLike | Path | str | None = None,
     target_recall: float | None = None,
-    progress: bool | None = None,
+    shown: bool | None = None,
 ) -> VerifyReport:
     """Check the files of a gallery and its golden set, that items find themselves, and recall.
 
@@ -87,7 +113,7 @@ def verify(
         queries = read_vectors(Path(queries))
     vectors = None if queries is None else np.asarray(queries, np.float32)
     GoldenSet(path).check()
-    with progress_bar(sample_size(size_of(path), sample), "Searching", shown=progress) as advance:
+    with progress_bar(sample_size(size_of(path), sample), "Searching", shown=shown) as advance:
         return verify_gallery(
             path,
             bundle,
@@ -152,3 +178,234 @@ def compare_plans(
         except PlanError as error:
             plans.append({"kind": kind, "refused": str(error), **dict.fromkeys(_COSTS)})
     return Plans(n, dim, settings.device, plans)
+
+
+def export(store: stores.Store, out: Path | str, *, shown: bool | None = None) -> int:
+    """Write all items with vectors and attributes to the Parquet file `out`; returns their number.
+
+    Raises: GalleryWriteError, GalleryBusyError; EngineUnavailableError without pyarrow.
+    """
+    with progress_bar(store.size, "Exporting", shown=shown) as advance:
+        return export_gallery(store, out, _facts_of(store), advance)
+
+
+def import_gallery(
+    source: Path | str | Sequence[Path | str],
+    out: Path | str,
+    *,
+    name: str | None = None,
+    vector_type: VectorType = "fp32",
+    bundle: Path | str | None = None,
+    model: str | None = None,
+    key_column: str | None = None,
+    vector_column: str | None = None,
+    columns: Sequence[str] | None = None,
+    keys: Path | None = None,
+    csv: Path | None = None,
+    image_root: str | None = None,
+    shown: bool | None = None,
+    **index: Unpack[IndexChoice],
+) -> ImportReport:
+    """Import a gallery from an exported file, vectors, or a gallery in another engine.
+
+    A gallery in `out` is replaced. To resume an interrupted import, make the same call again.
+
+    Args:
+        source: a file of `export`, vectors of `embed`, another gallery, or files with your own
+            vectors: Parquet, Arrow, .npy.
+        out: a folder, or milvus://HOST:PORT/NAME.
+        name: name of the gallery in URLs; None for that of the source.
+        bundle, model: the bundle that computed your own vectors, or the name of another model.
+        key_column, vector_column, columns: the columns of your tables. None finds the keys and the
+            vectors, and stores all others as attributes.
+        keys, csv: the keys of a .npy file, one per line, or a list with attributes.
+        image_root: folder or address of the images in the columns path and sha256.
+
+    Raises: SourceError, GalleryError, InvalidParameterError, PlanError;
+        EngineUnavailableError without pyarrow.
+
+    Examples:
+        >>> report = kinlens.import_gallery("vectors.parquet", "galleries/mine", model="clip")
+        >>> gallery = kinlens.open_gallery("galleries/mine")
+    """
+    is_remote, address = str(out).startswith(MILVUS), str(out)
+    _check_choice(is_remote, vector_type, index)
+    sources = [source] if isinstance(source, Path | str) else source
+    texts = [str(one) for one in sources]
+    with contextlib.ExitStack() as stack:
+        tables: Tables | None = None
+        dump = stack.enter_context(_known(texts))
+        if dump is None:
+            tables = Tables(files_of(texts), key_column, vector_column, columns, keys=keys, csv=csv)
+            dump = _foreign(tables, bundle, model, image_root)
+        advance = stack.enter_context(progress_bar(dump.count, "Importing", shown=shown))
+        if is_remote:
+            report = _import_remote(address, dump, index.get("index") or "auto", advance)
+        else:
+            settings = IndexSettings().changed(**index)
+            indexed = advance.then("Indexing", dump.count)
+            report = import_entries(dump, out, name, settings, advance, vector_type, indexed)
+    if tables is not None and tables.normalised:
+        stores.note(
+            f"{tables.normalised:,} vectors were not of norm 1 and were normalised: scores are "
+            "cosines."
+        )
+    if not is_remote:
+        stores.calibrate(out)
+    return report
+
+
+def backup(path: Path | str, out: Path | str, *, shown: bool | None = None) -> BackupReport:
+    """Write a consistent copy of the gallery in folder `path`, while it is in use.
+
+    Raises: GalleryError if `out` exists; GalleryCorruptError, GalleryWriteError.
+    """
+    GoldenSet(path).check()
+    with progress_bar(copy_bytes(path), "Copying", "bytes", shown) as advance:
+        return write_backup(path, out, advance)
+
+
+def restore_gallery(
+    backup: Path | str, out: Path | str, *, replace: bool = False, shown: bool | None = None
+) -> GalleryManifest:
+    """Restore a gallery from a backup, after checking all its files.
+
+    Raises: GalleryError if `out` has a gallery, without `replace`; GalleryCorruptError.
+    """
+    GoldenSet(backup).check()
+    with progress_bar(copy_bytes(backup), "Copying", "bytes", shown) as advance:
+        return restore_backup(backup, out, replace=replace, on_progress=advance)
+
+
+def publish(
+    path: Path | str,
+    address: str,
+    *,
+    images: bool = False,
+    image_root: str | None = None,
+    take_over: bool = False,
+    shown: bool | None = None,
+) -> PublishReport:
+    """Publish a snapshot of the gallery in folder `path`, for services on other hosts.
+
+    Only changes since the last snapshot are uploaded. The gallery stays in use.
+
+    Args:
+        address: a folder, or an fsspec address such as s3://shop/gallery.
+        images: also upload the images of the items.
+        image_root: folder or address of the images, if they were moved.
+        take_over: replace the folder that published there before.
+
+    Raises: GalleryError; UnreachableError.
+    """
+    with progress_bar(size_of(path), "Publishing", shown=shown) as advance:
+        return publish_snapshot(
+            path,
+            address,
+            with_images=images,
+            image_root=image_root,
+            take_over=take_over,
+            on_progress=advance,
+        )
+
+
+def _facts_of(store: stores.Store) -> dict[str, str]:
+    """The metadata of a gallery that an export contains."""
+    facts: dict[str, str] = store.facts().model_dump(include=_FACTS)
+    if isinstance(store, Gallery) and store.manifest.shortened:
+        facts["shortened"] = "true"
+    return facts
+
+
+@contextlib.contextmanager
+def _known(sources: Sequence[str]) -> Iterator[GalleryExport | None]:
+    """A gallery, vectors of `embed` or a file of `export`; None for files of other programs."""
+    [text, *more], place = sources, Path(sources[0])
+    if more:
+        yield None
+    elif not text.startswith(MILVUS) and (REMOTE in text or (place / SHARDS).is_file()):
+        yield VectorShards(text).dump(name_of(place))
+    elif text.startswith(MILVUS) or GalleryFolder(place).current_name():
+        with stores.opened(text) as store:
+            entries, scan = itertools.chain.from_iterable, store.scan
+            yield GalleryExport(_facts_of(store), store.dim, store.size, lambda: entries(scan()))
+    elif place.is_file() and not is_foreign(place):
+        yield read_export(place)
+    else:
+        yield None
+
+
+def _foreign(
+    tables: Tables, bundle: Path | str | None, model: str | None, image_root: str | None
+) -> GalleryExport:
+    """Vectors of another program, of the model in `bundle` or named `model`, as an export.
+
+    Raises: SourceError, BundleError.
+    """
+    file = tables.files[0]
+    if (bundle is None) == (model is None):
+        raise SourceError(
+            f"{file} was not written by Kinlens and names no model. Pass --bundle BUNDLE if "
+            "its vectors are of that model; else --model NAME, to search by vector only."
+        )
+    opened = None if bundle is None else Bundle.open(bundle)
+    facts = {
+        "name": name_of(file.with_suffix("")),
+        "bundle_id": f"{OTHER_MODEL}{model}" if opened is None else opened.bundle_id,
+        "source": f"vectors in {file.resolve()}",
+        "source_root": "" if image_root is None else _absolute(image_root),
+    }
+    dump = tables.dump(facts)
+    if opened is not None and dump.dim != opened.manifest.dim:
+        raise SourceError(
+            f"The vectors in {file} have {dump.dim} components, those of {bundle} have "
+            f"{opened.manifest.dim}. Pass the bundle that computed them, or name another "
+            "model with --model NAME."
+        )
+    return dump
+
+
+def _absolute(image_root: str) -> str:
+    root = image_root_of(image_root)
+    return str(root.resolve() if isinstance(root, Path) else root)
+
+
+def _check_choice(is_remote: bool, vector_type: VectorType, index: IndexChoice) -> None:
+    """Raises: InvalidParameterError for a choice that the engine does not have."""
+    kind, kinds = index.get("index"), get_args(IndexKind)
+    if not is_remote:
+        if kind in get_args(MilvusIndex) and kind not in kinds:
+            raise InvalidParameterError(
+                f"--index {kind} is only for Milvus: for a gallery in a folder choose auto, "
+                f"{', '.join(kinds)}."
+            )
+        return
+    for option, value in (
+        ("--memory-mb", index.get("memory_mb")),
+        ("--target-recall", index.get("target_recall")),
+        ("--index-device", index.get("index_device")),
+        ("--vector-type", None if vector_type == "fp32" else vector_type),
+    ):
+        if value is not None:
+            raise InvalidParameterError(
+                f"{option} is only for a gallery in a folder: omit it, and choose the index on "
+                "Milvus with --index (ivf-rabitq and diskann need less memory)."
+            )
+
+
+def _import_remote(
+    address: str, dump: GalleryExport, index: str, on_progress: Progress
+) -> ImportReport:
+    uri, name = milvus_address(address)
+    token = stores.milvus_token()
+    with contextlib.closing(
+        import_to_milvus(dump, uri, name, token=token, index=index, on_progress=on_progress)
+    ) as store:
+        stores.note(store.index_text())
+        return ImportReport(
+            name=store.name,
+            bundle_id=store.bundle_id,
+            dim=store.dim,
+            items=store.size,
+            generation=store.generation,
+        )

@@ -5,10 +5,12 @@ that both may import.
 """
 
 import contextlib
-import fcntl
+import errno
 import hashlib
 import os
+import random
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -17,12 +19,81 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+if sys.platform == "win32":
+    import msvcrt
+else:
+    import fcntl
+
 Hook = Callable[[str], None]
 """Called with the name of a crash point; it may raise or end the process."""
 
 _hooks: list[Hook] = []
 _STAGE = ".stage-"
 _SETTLED_S = 2.0  # some file systems have times of a second
+
+
+if sys.platform == "win32":
+    # Windows opens no folder, and neither renames nor removes a file that a process has open. So a
+    # folder or stage is locked by an empty file next to it, and files in use are never lost.
+
+    _MARK = f"{_STAGE}lock-"
+    _READERS = 512
+    _LOCKED_AT = 2**30  # bytes that are locked cannot be read, so these are beyond the content
+    _TO_SYNC = os.O_RDWR
+    _SYNCS_FOLDERS = False  # their entries are in the journal of the file system
+    _PAUSES_S: tuple[float, ...] = (0.01, 0.03, 0.1, 0.3, 1.0)  # while others read what is replaced
+
+    def lock(descriptor: int, *, alone: bool, wait: bool) -> bool:
+        """Lock an open file, exclusively if `alone`; whether it succeeded.
+
+        Windows has exclusive locks of bytes: a reader locks any of 512 bytes, a writer all of them.
+        """
+        while True:
+            for _ in range(1 if alone else 8):  # another reader may have the byte
+                place = _LOCKED_AT + (0 if alone else random.randrange(_READERS))
+                os.lseek(descriptor, place, os.SEEK_SET)
+                with contextlib.suppress(PermissionError):
+                    msvcrt.locking(descriptor, msvcrt.LK_NBLCK, _READERS if alone else 1)
+                    return True
+            if not wait:
+                return False
+            time.sleep(0.01)
+
+    def _mark(path: Path) -> Path:
+        return path if path.name.startswith(_MARK) else path.with_name(_MARK + path.name)
+
+    def _open_to_lock(path: Path) -> int:
+        if not path.exists():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        try:
+            return os.open(_mark(path), os.O_RDWR | os.O_CREAT)
+        except PermissionError:  # nothing is removed from a folder that cannot be written
+            return os.open(os.devnull, os.O_RDWR)
+
+    def _release(path: Path, descriptor: int) -> None:
+        os.close(descriptor)
+        with contextlib.suppress(OSError):  # another process has it open
+            _mark(path).unlink()
+
+else:
+    _TO_SYNC = os.O_RDONLY
+    _SYNCS_FOLDERS = True
+    _PAUSES_S: tuple[float, ...] = ()
+
+    def lock(descriptor: int, *, alone: bool, wait: bool) -> bool:
+        """Lock an open file or folder, exclusively if `alone`; whether it succeeded."""
+        kind = fcntl.LOCK_EX if alone else fcntl.LOCK_SH
+        try:
+            fcntl.flock(descriptor, kind if wait else kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def _open_to_lock(path: Path) -> int:
+        return os.open(path, os.O_RDONLY)
+
+    def _release(_path: Path, descriptor: int) -> None:
+        os.close(descriptor)
 
 
 def set_fault_hook(hook: Hook | None) -> None:
@@ -39,11 +110,12 @@ def crash_point(point: str) -> None:
 def sync(path: Path, step: str) -> None:
     """Flush a file, or the entries of a folder, to the disk. Raises: OSError."""
     crash_point(f"{step}: before sync of {path.name}")
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    if _SYNCS_FOLDERS or not path.is_dir():
+        descriptor = os.open(path, _TO_SYNC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
     crash_point(f"{step}: after sync of {path.name}")
 
 
@@ -69,7 +141,13 @@ def make_folder(folder: Path, step: str) -> None:
 def rename(source: Path, target: Path, step: str) -> None:
     """Rename `source` to `target` durably, replacing it. Raises: OSError."""
     crash_point(f"{step}: before rename")
-    source.replace(target)
+    for pause_s in _PAUSES_S:
+        with contextlib.suppress(PermissionError):
+            source.replace(target)
+            break
+        time.sleep(pause_s)
+    else:
+        source.replace(target)
     crash_point(f"{step}: after rename")
     sync(target.parent, step)
 
@@ -85,7 +163,7 @@ def write_whole(path: Path, data: bytes, step: str) -> None:
         sync(stage, step)
         rename(stage, path, step)
     finally:
-        os.close(descriptor)
+        _release(stage, descriptor)
         stage.unlink(missing_ok=True)
 
 
@@ -108,10 +186,8 @@ def is_settled(stamp: tuple[int, ...] | None) -> bool:
 @contextlib.contextmanager
 def exclusive(path: Path, *, wait: bool) -> Iterator[bool]:
     """Lock the file `path` exclusively; yields False if it is locked and `wait` is false."""
-    with path.open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+    with path.open("a+", encoding="ascii") as file:
+        if not lock(file.fileno(), alone=True, wait=wait):
             yield False
             return
         file.truncate(0)
@@ -123,13 +199,8 @@ def exclusive(path: Path, *, wait: bool) -> Iterator[bool]:
 @contextlib.contextmanager
 def shared(path: Path) -> Iterator[bool]:
     """Lock the file `path` in shared mode; yields False if a process has it exclusively."""
-    with path.open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-            return
-        yield True
+    with path.open("a+", encoding="ascii") as file:
+        yield lock(file.fileno(), alone=False, wait=False)
 
 
 def holder(path: Path) -> str:
@@ -141,28 +212,27 @@ def holder(path: Path) -> str:
 
 def lock_folder(folder: Path) -> int:
     """Mark a folder or file as in use until the returned descriptor is closed. Raises: OSError."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    descriptor = _open_to_lock(folder)
     with contextlib.suppress(OSError):  # file system without locks: pruning then does not wait
-        fcntl.flock(descriptor, fcntl.LOCK_SH)  # blocks while `sweep` removes it
+        lock(descriptor, alone=False, wait=True)  # waits while `sweep` removes it
     return descriptor
 
 
 @contextlib.contextmanager
 def _unused(folder: Path) -> Iterator[bool]:
     """Whether no process uses this folder or file. Then none begins to, until the block ends."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    descriptor = _open_to_lock(folder)
     try:
         yield _has_locked(descriptor)
     finally:
-        os.close(descriptor)
+        _release(folder, descriptor)
 
 
 def _has_locked(descriptor: int) -> bool:
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return lock(descriptor, alone=True, wait=False)
     except OSError:
         return False
-    return True
 
 
 def in_use(folder: Path) -> bool:
@@ -197,7 +267,7 @@ def staged(parent: Path, prefix: str = _STAGE) -> Iterator[Path]:
         stage.chmod(0o755)
         yield stage
     finally:
-        os.close(descriptor)
+        _release(stage, descriptor)
         shutil.rmtree(stage, ignore_errors=True)
 
 
@@ -211,7 +281,7 @@ def _new_stage(
             descriptor = lock_folder(stage)
             if stage.exists():
                 return stage, descriptor
-            os.close(descriptor)
+            _release(stage, descriptor)
 
 
 def _new_file(suffix: str, prefix: str, parent: Path) -> str:

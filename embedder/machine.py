@@ -1,11 +1,13 @@
 """Facts about this machine: cores, memory, processor, and whether FAISS can be loaded."""
 
 import contextlib
+import ctypes
 import functools
 import importlib
 import math
 import os
 import platform
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -60,14 +62,14 @@ def _version_1(group: Path) -> tuple[str, str]:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text().strip()
+        return path.read_text(encoding="utf-8").strip()
     except (OSError, ValueError):
         return ""
 
 
 def memory_mb(cgroup: Path = CONTROL_GROUP) -> float:
     """Main memory that this process may use, in MiB, as limited by a container."""
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    limits = [_physical_bytes()[0]]
     for name, _ in _CGROUP_MEMORY:
         text = _text(cgroup / name)
         if text.isdecimal():
@@ -75,9 +77,26 @@ def memory_mb(cgroup: Path = CONTROL_GROUP) -> float:
     return min(limits) / _MIB
 
 
+if sys.platform == "win32":
+
+    def _physical_bytes() -> tuple[int, int]:
+        """Bytes of main memory, and how many of them are free."""
+        # The structure MEMORYSTATUSEX: its size of 64 bytes and the load, total, available, ...
+        status = (ctypes.c_ulonglong * 8)(64)
+        ctypes.windll.kernel32.GlobalMemoryStatusEx(ctypes.byref(status))
+        return status[1], status[2]
+
+else:
+
+    def _physical_bytes() -> tuple[int, int]:
+        """Bytes of main memory, twice: Linux lists what is free in a file, macOS nowhere."""
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return total, total
+
+
 def free_memory_mb(cgroup: Path = CONTROL_GROUP) -> float:
     """Main memory that this process can still allocate without swapping, in MiB."""
-    free = [memory_mb(cgroup)]
+    free = [memory_mb(cgroup), _physical_bytes()[1] / _MIB]
     for line in _text(_MEMORY_INFO).splitlines():
         name, _, amount = line.partition(":")
         if name == "MemAvailable":
@@ -104,7 +123,7 @@ def processor() -> str:
     """Text that identifies the type of processor: model and instruction sets."""
     lines = []
     with contextlib.suppress(OSError):
-        for line in _CPU_INFO.read_text().splitlines():
+        for line in _CPU_INFO.read_text(encoding="utf-8").splitlines():
             if line.startswith(_CPU_LINES) and line not in lines:
                 lines.append(line)
     return "\n".join(lines) or platform.processor() or platform.machine()

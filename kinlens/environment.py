@@ -41,7 +41,7 @@ def isolate() -> None:
     os.environ.pop("PYTHONPATH", None)
     os.environ.update(inherited)
     if not _has_user_name():
-        os.environ["LOGNAME"] = str(os.getuid())  # `getpass.getuser` of torch
+        os.environ["LOGNAME"] = _user_id()  # `getpass.getuser` of torch
     with contextlib.suppress(OSError):  # there is no folder for temporary files either
         _place_caches()
 
@@ -94,6 +94,25 @@ def _has_user_name() -> bool:
     return True
 
 
+if sys.platform == "win32":
+
+    def _user_id() -> str:
+        return "user"
+
+    def _is_private(_folder: Path) -> bool:
+        return True  # the folder for temporary files is that of the user
+
+else:
+
+    def _user_id() -> str:
+        return str(os.getuid())
+
+    def _is_private(folder: Path) -> bool:
+        status = folder.lstat()
+        is_own = status.st_uid == os.getuid() and not status.st_mode & 0o077
+        return stat.S_ISDIR(status.st_mode) and is_own
+
+
 def _home() -> Path | None:
     try:
         return Path.home()
@@ -110,10 +129,8 @@ def _is_writable(folder: Path) -> bool:
 
 def _private_folder() -> Path:
     """A folder for temporary files of this user alone, the same for each process."""
-    folder = Path(tempfile.gettempdir(), f"kinlens-{os.getuid()}")
+    folder = Path(tempfile.gettempdir(), f"kinlens-{_user_id()}")
     folder.mkdir(mode=0o700, exist_ok=True)
-    status = folder.lstat()
-    is_private = status.st_uid == os.getuid() and not status.st_mode & 0o077
-    if stat.S_ISDIR(status.st_mode) and is_private:
+    if _is_private(folder):
         return folder
     return Path(tempfile.mkdtemp(prefix="kinlens-"))  # another user made it first

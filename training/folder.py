@@ -1,16 +1,20 @@
 """The folder of a run or a study: its result, atomic writes, and checks of its settings."""
 
-import fcntl
 import json
 import os
+import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from kinlens.embedder.durable import lock
 from kinlens.embedder.errors import CheckpointError, JobError, TrainingError
 from kinlens.training.config.job import Job, parse_job
+
+if sys.platform != "win32":
+    import fcntl
 
 RESULT = "result.json"
 LOCK = ".lock"
@@ -30,24 +34,37 @@ def is_begun(folder: Path) -> bool:
 @contextmanager
 def exclusive(folder: Path, *, with_children: bool = False) -> Iterator[None]:
     """Lock `folder` until this process or, with children, the last child ends. Raises: JobError."""
-    lock_by = fcntl.flock if with_children else fcntl.lockf
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / LOCK).open("w")
+        file = (folder / LOCK).open("w", encoding="ascii")
     except OSError as error:
         raise TrainingError(
             f"{folder} cannot be written ({error.strerror}). Choose another folder."
         ) from error
-    with lock:
-        os.set_inheritable(lock.fileno(), with_children)
-        try:
-            lock_by(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError) as error:
+    with file:
+        os.set_inheritable(file.fileno(), with_children)
+        if not (_lock_with_children if with_children else _lock_alone)(file.fileno()):
             raise JobError(
                 f"Another training is running in {folder}. Wait for it, stop it, or use another "
                 "run folder."
-            ) from error
+            )
         yield
+
+
+def _lock_with_children(descriptor: int) -> bool:
+    return lock(descriptor, alone=True, wait=False)
+
+
+if sys.platform == "win32":
+    _lock_alone = _lock_with_children
+else:
+
+    def _lock_alone(descriptor: int) -> bool:
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            return False
+        return True
 
 
 @dataclass(frozen=True)

@@ -292,5 +292,5 @@ def _ended(pid: int) -> int:
 
 
 def _address_space_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     return pages * os.sysconf("SC_PAGE_SIZE")

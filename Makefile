@@ -11,7 +11,7 @@ PIP    := $(UV) pip install --python $(BIN)/python $(CONSTRAINTS)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-gpu demo demo-check demo-inshop demo-sop demo-grocery test soak scale-check mutations check docs format bench clean
+.PHONY: help install install-gpu demo demo-check demo-inshop demo-sop demo-grocery test test-lowest soak scale-check mutations check check-types docs format bench clean
 
 help:  ## List the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -26,8 +26,12 @@ $(VENV)/.training: $(VENV)/.uv pyproject.toml constraints.txt
 	$(PIP) --quiet --editable '.[cpu,training]'
 	@touch $@
 
+EXTRAS = cpu training otel milvus open-clip openvino parquet heif ray hub mcp langchain
+COMMA := ,
+LISTED = $(subst $() ,$(COMMA),$(EXTRAS))
+
 $(VENV)/.dev: $(VENV)/.uv pyproject.toml constraints.txt
-	$(PIP) --quiet --group dev --group milvus-server --editable '.[cpu,training,otel,milvus,open-clip,openvino,parquet,heif,ray,hub,mcp,langchain]'
+	$(PIP) --quiet --group dev --group milvus-server --editable '.[$(LISTED)]'
 	@touch $(VENV)/.training $@
 
 install: $(VENV)/.training  ## Install everything that a user needs into .venv
@@ -67,6 +71,14 @@ test: $(VENV)/.dev  ## All tests but the long ones and those of make check, in T
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --durations 10 \
 	  $(STATIC:%=--ignore %)
 
+LOWEST = .venv-lowest/lowest.txt
+
+test-lowest: $(VENV)/.uv  ## All tests with the oldest version of each package that pyproject.toml allows
+	@mkdir -p $(dir $(LOWEST))
+	$(UV) pip compile --quiet pyproject.toml $(EXTRAS:%=--extra %) --resolution lowest-direct \
+	  --python-version 3.11 --no-header --no-annotate --output-file $(LOWEST)
+	@$(MAKE) --no-print-directory test VENV=.venv-lowest CONSTRAINTS='--constraint $(LOWEST)'
+
 soak: $(VENV)/.dev  ## The long forms of the tests under load: HOURS=1
 	KINLENS_LONG_TESTS=1 $(BIN)/pytest tests/ui tests/http/test_schemathesis.py \
 	  tests/http/galleries/test_live_writes.py tests/promises/test_bar.py tests/units/test_decoding.py \
@@ -87,6 +99,13 @@ check: $(VENV)/.dev  ## Format, lint, types, architecture, words, documentation 
 	$(BIN)/mypy
 	$(BIN)/pytest -q $(STATIC)
 
+PORTABLE = embedder indexer quality commands library
+
+check-types: $(VENV)/.dev  ## Types as on Windows and macOS, and as of the newest Python
+	$(BIN)/mypy --platform win32 --cache-dir .mypy_cache/win32 $(PORTABLE:%=-p kinlens.%)
+	$(BIN)/mypy --platform darwin --cache-dir .mypy_cache/darwin $(PORTABLE:%=-p kinlens.%)
+	$(BIN)/mypy --python-version 3.14 --cache-dir .mypy_cache/3.14
+
 $(VENV)/.docs: $(VENV)/.training
 	$(PIP) --quiet --group docs --editable '.[cpu,training]'
 	@touch $@
@@ -106,4 +125,4 @@ bench: $(VENV)/.bench  ## Every benchmark once at its smallest: NAMES="gallery.p
 	$(BIN)/python benchmarks $(NAMES)
 
 clean:  ## Remove the environments, the site and what the demo made
-	rm -rf $(VENV) .venv-gpu .kinlens build/site .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-gpu .venv-lowest .kinlens build/site .pytest_cache .mypy_cache .ruff_cache

@@ -7,6 +7,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 import kinlens.commands.__main__
@@ -26,6 +27,10 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
 EXTRAS = PROJECT["optional-dependencies"]
+
+
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+FORMS = ROOT / ".github/ISSUE_TEMPLATE"
 
 
 def name_of(requirement: str) -> str:
@@ -118,12 +123,34 @@ def test_the_version_is_the_same_everywhere_and_files_follow_their_schema() -> N
     assert cited is not None
     assert newest[1] == cited[1] == kinlens.__version__
     for schema, files in (
-        ("vendor.github-workflows", sorted((ROOT / ".github/workflows").glob("*.yml"))),
+        ("vendor.github-workflows", WORKFLOWS),
+        ("vendor.dependabot", [ROOT / ".github/dependabot.yml"]),
+        ("vendor.github-issue-config", [FORMS / "config.yml"]),
+        ("vendor.github-issue-forms", [FORMS / "bug.yml", FORMS / "question.yml"]),
         ("vendor.citation-file-format", [ROOT / "CITATION.cff"]),
     ):
         command = [BIN / "check-jsonschema", "--builtin-schema", schema, *files]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_actions_are_pinned_by_hash_with_their_version() -> None:
+    """A tag can be moved to other code; dependabot updates the hash and the comment."""
+    pins: dict[str, set[str]] = {}
+    for workflow in WORKFLOWS:
+        for action, pin in re.findall(r"uses: ([\w./-]+)(.*)", workflow.read_text("utf-8")):
+            if not action.startswith("./"):
+                assert re.fullmatch(r"@[0-9a-f]{40} # v\d+\.\d+\.\d+", pin), (workflow.name, action)
+                pins.setdefault(action, set()).add(pin)
+    assert len(pins) > 10
+    assert {action: found for action, found in pins.items() if len(found) > 1} == {}
+
+
+def test_ci_runs_each_python_that_the_package_names() -> None:
+    matrix = yaml.safe_load((ROOT / ".github/workflows/check.yml").read_text("utf-8"))
+    named = re.findall(r"Python :: (3\.\d+)", "\n".join(PROJECT["classifiers"]))
+    assert matrix["jobs"]["test"]["strategy"]["matrix"]["python"] == named
+    assert PROJECT["requires-python"] == f">={named[0]}"
 
 
 def test_every_make_target_ends_in_commands() -> None:

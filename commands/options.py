@@ -18,6 +18,7 @@ from kinlens.indexer.index.index_types import Device, IndexKind
 from kinlens.indexer.index.plan import IndexChoice, IndexSettings
 from kinlens.indexer.ingest.embed import EmbedSettings
 from kinlens.indexer.types import VectorType
+from kinlens.library.bundles import bundle_folder
 
 Index = Literal["auto", IndexKind]
 
@@ -97,7 +98,7 @@ class ModelOptions:
             engine=self.engine,
             callers=core_count(),
         )
-        return OnnxEmbedder.open(bundle, settings)
+        return OnnxEmbedder.open(bundle_folder(bundle), settings)
 
 
 @dataclass(frozen=True, slots=True)

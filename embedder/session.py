@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Protocol, Self, TypeVar, get_args
+from typing import Generic, Protocol, Self, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -319,13 +319,6 @@ class BundleFacts:
 class OnnxEmbedder(BundleFacts):
     """A bundle on an engine; `open` checks it against its golden vectors."""
 
-    report: Any = None
-    """What was measured by the function that wrote the bundle, such as `kinlens.adapt`."""
-
-    def _repr_html_(self) -> str | None:
-        """The report in a notebook."""
-        return None if self.report is None else str(self.report._repr_html_())
-
     def __init__(
         self, bundle: Bundle, model: Model, limits: ImageLimits, mode: Mode = FP32
     ) -> None:
@@ -339,7 +332,7 @@ class OnnxEmbedder(BundleFacts):
         settings: SessionSettings | None = None,
         limits: ImageLimits | None = None,
         gains: SpeedGains = speed_gains,
-    ) -> "OnnxEmbedder":
+    ) -> Self:
         """Load the model, check the device, and compare with the golden vectors.
 
         If `settings` allow several modes, `gains` measures their speed. The results are cached, so
@@ -350,7 +343,7 @@ class OnnxEmbedder(BundleFacts):
         settings, limits = settings or SessionSettings(), limits or ImageLimits()
         if not isinstance(bundle, Bundle):
             bundle = Bundle.open(bundle)
-        return _Choice(bundle, settings, limits, gains).open()
+        return _Choice(cls, bundle, settings, limits, gains).open()
 
     @classmethod
     def checked(
@@ -360,7 +353,7 @@ class OnnxEmbedder(BundleFacts):
         limits: ImageLimits,
         mode: Mode,
         file: Path | None = None,
-    ) -> "OnnxEmbedder":
+    ) -> Self:
         """Load the bundle in `mode` and compare it with its golden vectors. Raises: BundleError.
 
         `file` is an ONNX file of this precision that is not in the bundle yet.
@@ -451,7 +444,10 @@ class OnnxEmbedder(BundleFacts):
             )
 
 
-class _Choice:
+Opened = TypeVar("Opened", bound=OnnxEmbedder)
+
+
+class _Choice(Generic[Opened]):
     """Chooses the mode of a bundle for this machine.
 
     `table` has a row for each mode: its speed relative to the first one that runs, or why it is not
@@ -459,15 +455,21 @@ class _Choice:
     """
 
     def __init__(
-        self, bundle: Bundle, settings: SessionSettings, limits: ImageLimits, gains: SpeedGains
+        self,
+        kind: type[Opened],
+        bundle: Bundle,
+        settings: SessionSettings,
+        limits: ImageLimits,
+        gains: SpeedGains,
     ) -> None:
+        self._kind = kind
         self._bundle = bundle
         self._settings = settings
         self._limits = limits
         self._gains = gains
         self._table: dict[Mode, Outcome | None] = {}
 
-    def open(self) -> OnnxEmbedder:
+    def open(self) -> Opened:
         """The embedder in the chosen mode. Raises: BundleError."""
         modes = self._modes()
         if len(modes) == 1:
@@ -526,8 +528,8 @@ class _Choice:
             return f"a gallery has vectors in {min(others)}, with which it was never compared"
         return absence(mode, settings.device)
 
-    def _fastest(self, modes: list[Mode]) -> OnnxEmbedder:
-        opened: dict[Mode, OnnxEmbedder] = {}
+    def _fastest(self, modes: list[Mode]) -> Opened:
+        opened: dict[Mode, Opened] = {}
         faults: dict[Mode, BundleError] = {}
         for mode in modes:
             try:
@@ -555,10 +557,10 @@ class _Choice:
             write_measured(self._bundle.bundle_id, modes, self._settings.threads, outcomes)
         return opened[best_of(gains)]
 
-    def _opened(self, mode: Mode) -> OnnxEmbedder:
-        return OnnxEmbedder.checked(self._bundle, self._settings, self._limits, mode)
+    def _opened(self, mode: Mode) -> Opened:
+        return self._kind.checked(self._bundle, self._settings, self._limits, mode)
 
-    def _explained(self, embedder: OnnxEmbedder) -> OnnxEmbedder:
+    def _explained(self, embedder: Opened) -> Opened:
         """The embedder with the rows of the table as its `precision_reason`."""
         is_auto = self._settings.precision == "auto"
         gains = {mode: gain for mode, gain in self._table.items() if isinstance(gain, float)}

@@ -38,6 +38,7 @@ ONLY_IN = {
     "redis": {"service"},
     "pymilvus": {"indexer"},
     "pyarrow": {"indexer"},
+    "huggingface_hub": {"library"},
     "mcp": {"service"},
     "langchain_core": {"kinlens"},
 }

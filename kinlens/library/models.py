@@ -32,7 +32,7 @@ from kinlens.training.sources import (
 if TYPE_CHECKING:
     from kinlens.embedder.bundle import Bundle
     from kinlens.embedder.manifest import OtherPrecision, Precision, Preprocessing
-    from kinlens.embedder.session import OnnxEmbedder
+    from kinlens.library.bundles import LoadedBundle
     from kinlens.training.bundles.imported import FilePooling
     from kinlens.training.data.records import LabelledImages
 
@@ -101,7 +101,7 @@ def adapt(
     precisions: "Sequence[OtherPrecision]" = (),
     with_map: bool = False,
     verbose: bool = False,
-) -> "OnnxEmbedder":
+) -> "LoadedBundle":
     """Adapt a pretrained model to your photos in about a minute, and write its bundle.
 
     Half of your products are learnt and the others test the result. If what is learnt is not proven
@@ -235,7 +235,7 @@ def import_model(
     images: Images | None = None,
     precisions: "Sequence[OtherPrecision]" = (),
     name: str | None = None,
-) -> "OnnxEmbedder":
+) -> "LoadedBundle":
     """Make a bundle of an ONNX file of others, after checking its vectors.
 
     The file may fix a batch of one image, have pixels as (N, H, W, 3), or keep its weights in
@@ -378,7 +378,7 @@ def attach(
     threshold: float = 0.1,
     labels: Sequence[str] | str | Path | None = None,
     licence: str | None = None,
-) -> "OnnxEmbedder":
+) -> "LoadedBundle":
     """Attach a detector to a bundle: searches with crops = auto then use its boxes.
 
     The copy serves the galleries of the bundle, without a rebuild.
@@ -459,7 +459,7 @@ def teach_words(
     product: str = "",
     clicks: str | Path | None = None,
     licence: str = "unspecified",
-) -> "OnnxEmbedder":
+) -> "LoadedBundle":
     """Let a gallery be searched with words: its titles, classes and attributes are taught.
 
     A map from a small text encoder into the space of the images is fitted to the vectors of the
@@ -514,7 +514,7 @@ def _opened(
     lines: list[str],
     figures: dict[str, Any],
     tested: "LabelledImages | None" = None,
-) -> "OnnxEmbedder":
+) -> "LoadedBundle":
     """The model of a bundle that was just written, with its report."""
     from kinlens.library.bundles import load_bundle
 
@@ -524,7 +524,7 @@ def _opened(
     return model
 
 
-def _photos_of(model: "OnnxEmbedder", images: "LabelledImages") -> str:
+def _photos_of(model: "LoadedBundle", images: "LabelledImages") -> str:
     """Some photos of the test, each with its first results; the right ones are framed in green."""
     few = images.some(_PHOTOS)
     names = [few.class_names[label] for label in few.labels.tolist()]

@@ -86,7 +86,8 @@ def test_programs_can_read_every_page_as_markdown(site: Path) -> None:
 
 
 def test_formulas_are_shown_without_a_script(site: Path) -> None:
-    methods = text_of(site, "methods.html")
+    pages = ("methods.html", "methods/regularizers.html", "methods/evaluation.html")
+    methods = "".join(text_of(site, page) for page in pages)
     assert methods.count("<math ") > 30
     assert "arithmatex" not in methods
 

@@ -43,7 +43,7 @@ class DeterminantRegularizer(Regularizer):
 
     where Z is the batch and, for each sample, a point on the line to each of its k nearest z_j. The
     metric loss is applied to both branches, never to the augmented points. An untrained flow has
-    R = log 2. This is `depth = "composed"`; docs/methods.md has the other readings.
+    R = log 2. This is `depth = "composed"`; docs/methods/regularizers.md has the other readings.
 
     R bounds no Lipschitz constant, since shifts are free, and a constant scale lowers it although
     no cosine moves. `penalty = "lipschitz"` has neither fault: log(1 + largest stretch), where a

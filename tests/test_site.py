@@ -62,7 +62,13 @@ def test_the_reference_has_every_setting_and_metric_of_the_service(site: Path) -
 
 def test_every_row_of_the_records_of_results_is_shown(site: Path) -> None:
     tables = text_of(site, "results/tables.html")
-    for words in ("graph_consistency-0.05", "40 % wrong labels", "KoLeo 0.2", "bag of words"):
+    for words in (
+        "graph_consistency-0.05",
+        "soft_triple",
+        "40 % wrong labels",
+        "KoLeo 0.2",
+        "zvec",
+    ):
         assert words in tables, words
 
 

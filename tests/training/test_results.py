@@ -1,6 +1,7 @@
 """What finished runs report: tables of studies."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -68,13 +69,13 @@ def test_runs_and_peers_are_kept_in_a_file_that_makes_the_table_again(tmp_path: 
         records_of([folder, shutil.copytree(folder, tmp_path / "determinant")])
 
 
-def test_the_pages_of_results_have_the_tables_of_the_committed_studies() -> None:
+def test_a_table_between_comments_is_that_of_its_committed_study() -> None:
     pages = "".join(page.read_text("utf-8") for page in (DOCS / "results").glob("*.md"))
-    studies = {path.stem: path for path in (DOCS / "results").glob("*.json")}
-    studies.pop("calibration")  # no study
-    assert studies
-    for name, path in studies.items():
-        assert "\n".join(methods(read_study(path))) in pages, name
+    marked = re.findall(r"<!-- end (.+) -->", pages)
+    assert marked
+    for name in marked:
+        table = "\n".join(methods(read_study(DOCS / "results" / f"{name}.json")))
+        assert f"<!-- {name} -->\n\n{table}" in pages, name
 
 
 def test_runs_on_other_images_are_not_subtracted(tmp_path: Path) -> None:

@@ -105,7 +105,8 @@ def skewed_mean(centres: Tensor, settings: SkewedMeanRegularizer) -> Tensor:
     of MHE-0 and of MHE-2 do: mean 1/d, mean -log d and mean 1/d^2 are monotone transforms of it.
 
     As printed, delta3 only shifts R1 and has no gradient; `hinge` adds 1 to the sum, the soft form
-    of the constraint s_ij < delta3 that R1 is derived from. Other readings: docs/methods/regularizers.md.
+    of the constraint s_ij < delta3 that R1 is derived from. docs/methods/regularizers.md
+    has other readings.
 
     `subset` draws m centres at each call: O(m^2), not O(C^2). The scalar is in float32 or wider;
     fewer than two centres give 0.

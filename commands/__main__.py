@@ -40,7 +40,7 @@ class IndexCommands(Commands):
 app = new_program(IndexCommands, no_args_is_help=True)
 add_group(app, "Build and change", build.app, embed.app, sync.app, change.app)
 add_group(app, "Search", search.app, duplicates.app)
-add_group(app, _CARE, upkeep.app)
+add_group(app, _CARE, upkeep.app, golden.guarantees)
 app.add_typer(
     golden.app,
     name="golden",

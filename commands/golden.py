@@ -1,4 +1,6 @@
-"""kinlens-index golden add, list, remove, run, runs: measure a gallery with labelled queries."""
+"""kinlens-index golden add, list, remove, run, runs, and guarantee: measure a gallery with labelled
+queries.
+"""
 
 import contextlib
 from pathlib import Path
@@ -16,6 +18,7 @@ from kinlens.library import quality
 from kinlens.values import Scalar
 
 app = typer.Typer(no_args_is_help=True)
+guarantees = typer.Typer()
 
 
 @app.command(
@@ -126,6 +129,65 @@ def runs(gallery: GalleryArgument, json: JsonOption = False) -> None:
         not found.runs,
         f"The golden set of {gallery} was not run yet. Run it: kinlens-index golden run.",
     )
+
+
+@guarantees.command(
+    epilog="Example: kinlens-index guarantee galleries/shop --bundle bundles/shop --by category"
+)
+@grouped
+def guarantee(
+    gallery: GalleryArgument,
+    model: ModelOptions,
+    bundle: Annotated[
+        Path | None,
+        typer.Option(help="Judge the golden set again with this bundle of the gallery."),
+    ] = None,
+    from_items: Annotated[
+        bool,
+        typer.Option(
+            "--from-items",
+            help="Judge items of the gallery instead: you state that queries are like them.",
+        ),
+    ] = False,
+    level: Annotated[
+        float, typer.Option(min=0.01, max=0.9999, help="Share of queries whose set is right.")
+    ] = 0.95,
+    accept: Annotated[
+        float, typer.Option(min=0.01, max=0.9999, help="Share of accepted queries that are right.")
+    ] = 0.99,
+    confidence: Annotated[
+        float | None,
+        typer.Option(min=0.5, max=0.9999, help="How sure --accept is; by default 0.95."),
+    ] = None,
+    by: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Attribute to report each value of.")
+    ] = None,
+    separate: Annotated[
+        bool, typer.Option("--separate", help="A limit for each value of --by with enough labels.")
+    ] = False,
+    json: JsonOption = False,
+) -> None:
+    """Show what answers guarantee: sets of products, and decisions without a person.
+
+    It reads what the last `golden run` stored. With --bundle or --from-items it judges the labelled
+    queries again, and the service uses the result: --confidence, --by and --separate are then kept,
+    also by later runs.
+    """
+    embedder = None if bundle is None else model.open(bundle)
+    expected = None if embedder is None else embedder.bundle_id
+    with contextlib.closing(Gallery.open(gallery, expected_bundle_id=expected)) as store:
+        report = quality.guarantee(
+            store,
+            embedder,
+            level=level,
+            accept=accept,
+            confidence=confidence,
+            by=by,
+            separate=separate,
+            from_items=from_items,
+            shown=True,
+        )
+    print_report(report, json)
 
 
 def _attribute(text: str, store: Gallery) -> tuple[str, Scalar]:

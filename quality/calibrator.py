@@ -97,7 +97,9 @@ class Calibrator:
         if known.product is None:
             return known
         before = known.guarantee
-        chosen = (None, CONFIDENCE) if isinstance(before, str) else (before.by, before.confidence)
+        chosen: tuple[str | None, bool, float] = (None, False, CONFIDENCE)
+        if isinstance(before, Guarantee):
+            chosen = (before.by, before.is_split, before.confidence)
         fitted = {
             "golden": fit_golden(self._gallery, known.product, queries(known.product)),
             "guarantee": judge(self._gallery, known.product, queries(known.product), *chosen),
@@ -108,12 +110,13 @@ class Calibrator:
         self,
         queries: Callable[[str], Iterable[Labelled]] | None,
         by: str | None = None,
+        is_split: bool = False,
         confidence: float = CONFIDENCE,
     ) -> Guarantee:
         """Judge labelled photos, as for `fit_golden`, for guarantees, and store the result.
 
         queries: None for items of the gallery, if the owner states that queries are like them.
-        by: an attribute whose values get limits of their own.
+        by, is_split: an attribute to report each value of, and whether each has limits of its own.
 
         Raises: GalleryError, GalleryWriteError, InvalidParameterError if no attribute names the
             product of an item.
@@ -128,9 +131,9 @@ class Calibrator:
                 )
         assert known.product is not None
         if queries is None:
-            fitted = judge_items(gallery, known.product, SAMPLED, by, confidence)
+            fitted = judge_items(gallery, known.product, SAMPLED, by, is_split, confidence)
         else:
-            fitted = judge(gallery, known.product, queries(known.product), by, confidence)
+            fitted = judge(gallery, known.product, queries(known.product), by, is_split, confidence)
         self._keep_fitted(known, {"guarantee": fitted})
         return fitted
 

@@ -16,11 +16,12 @@ References:
     Learn then Test (Angelopoulos, Bates, Candes, Jordan, Lei 2021), https://arxiv.org/abs/2110.01052
 """
 
+import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from fractions import Fraction
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import ceil, inf
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -168,7 +169,8 @@ class Guarantee(BaseModel, frozen=True):
         source: the golden set, or items of the gallery if its owner states that queries are drawn
             like them.
         confidence: of decisions.
-        by: an attribute whose values have limits of their own.
+        by: an attribute of the items, to report its values apart.
+        is_split: whether the values of `by` have limits of their own.
     """
 
     at: str
@@ -179,9 +181,15 @@ class Guarantee(BaseModel, frozen=True):
     queries: tuple[Judged, ...]
     confidence: float = CONFIDENCE
     by: str | None = None
+    is_split: bool = False
 
     def __hash__(self) -> int:
         return hash((self.at, self.last, len(self.queries)))  # cheap, as a key of cached rules
+
+    @cached_property
+    def digest(self) -> str:
+        """sha256 (hex) of everything, for keys of caches."""
+        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
 
     @property
     def present(self) -> list[Judged]:
@@ -202,6 +210,7 @@ def judge(
     product: str,
     queries: Iterable[Labelled],
     by: str | None = None,
+    is_split: bool = False,
     confidence: float = CONFIDENCE,
 ) -> Guarantee:
     """Judge labelled photos. A photo that is the image of an item finds itself and is skipped.
@@ -209,11 +218,11 @@ def judge(
     Raises: GalleryError.
     """
     asked = ((vector, is_right, frozenset[ItemId]()) for vector, _, is_right in queries)
-    return _judge(gallery, product, asked, "golden", by, confidence)
+    return _judge(gallery, product, asked, "golden", by, is_split, confidence)
 
 
 def judge_items(
-    gallery: "Gallery", product: str, count: int, by: str | None, confidence: float
+    gallery: "Gallery", product: str, count: int, by: str | None, is_split: bool, confidence: float
 ) -> Guarantee:
     """Judge up to `count` items of the gallery, each searched for among the others. Use it only if
     the owner states that queries are drawn like the items.
@@ -230,7 +239,7 @@ def judge_items(
         for item, vector in zip(items, vectors, strict=True)
         if (value := single(item.attributes.get(product))) is not None
     )
-    return _judge(gallery, product, asked, "gallery", by, confidence)
+    return _judge(gallery, product, asked, "gallery", by, is_split, confidence)
 
 
 def _judge(
@@ -239,6 +248,7 @@ def _judge(
     queries: Iterable[tuple[Vector, Callable[[Hit], bool] | None, frozenset[ItemId]]],
     source: Literal["golden", "gallery"],
     by: str | None,
+    is_split: bool,
     confidence: float,
 ) -> Guarantee:
     grouping, judged, values = Grouping(product), list[Judged](), list[Scalar | None]()
@@ -279,6 +289,7 @@ def _judge(
         ),
         confidence=confidence,
         by=by,
+        is_split=is_split,
     )
 
 
@@ -380,7 +391,7 @@ def _parts(
         found.setdefault(kind_of(one), []).append(one)
     others = found.pop(None, [])
     for kind in sorted(found, key=lambda kind: len(found[kind])):
-        if guarantee.by is None or len(found[kind]) < least or 0 < len(others) < least:
+        if not guarantee.is_split or len(found[kind]) < least or 0 < len(others) < least:
             others += found.pop(kind)
     return {None: others or queries, **found}  # if all have a limit, new categories get one of all
 

@@ -29,7 +29,9 @@ from kinlens.quality import compare as comparison
 from kinlens.quality.calibration import GalleryCalibration
 from kinlens.quality.calibrator import Calibrator
 from kinlens.quality.golden import GoldenSet, NewQuery
-from kinlens.quality.judging import GoldenResults, embedded, labelled, threshold_of
+from kinlens.quality.guarantee import CONFIDENCE
+from kinlens.quality.guarantee_report import GuaranteeReport, report_of
+from kinlens.quality.judging import Embedded, GoldenResults, embedded, labelled, threshold_of
 from kinlens.reports import Report
 from kinlens.values import Scalar
 
@@ -149,6 +151,18 @@ def evaluate(
 
     Raises: InvalidParameterError if no query is labelled; BundleMismatchError.
     """
+    queries, vectors = _asked(gallery, bundle, shown)
+    threshold = threshold_of(bundle.calibration) if min_score is None else min_score
+    report = GoldenResults.of(gallery, queries, vectors).report(threshold, worst)
+    GoldenSet(gallery.path).keep(report)
+    Calibrator(gallery).fit_golden(partial(labelled, gallery, queries, vectors))
+    return report
+
+
+def _asked(
+    gallery: Gallery, bundle: Embedder, shown: bool | None
+) -> tuple[list[GoldenQuery], Embedded]:
+    """The labelled queries with their vectors. Raises: InvalidParameterError if there are none."""
     bundle = fitted(gallery, bundle)
     stored = GoldenSet(gallery.path)
     queries = stored.queries()
@@ -158,12 +172,54 @@ def evaluate(
             "golden add."
         )
     with progress_bar(len(queries), "Embedding", "images", shown) as advance:
-        vectors = embedded(stored, queries, bundle, advance)
-    threshold = threshold_of(bundle.calibration) if min_score is None else min_score
-    report = GoldenResults.of(gallery, queries, vectors).report(threshold, worst)
-    stored.keep(report)
-    Calibrator(gallery).fit_golden(partial(labelled, gallery, queries, vectors))
-    return report
+        return queries, embedded(stored, queries, bundle, advance)
+
+
+def guarantee(
+    gallery: Gallery,
+    bundle: Embedder | None = None,
+    *,
+    level: float = 0.95,
+    accept: float = 0.99,
+    confidence: float | None = None,
+    by: str | None = None,
+    separate: bool = False,
+    from_items: bool = False,
+    shown: bool | None = None,
+) -> GuaranteeReport:
+    """What answers guarantee: sets of products, and decisions without a person.
+
+    Without `bundle` and `from_items`, of the queries that the last `evaluate` judged. Otherwise the
+    labelled queries are judged again and services use the result; `confidence`, `by` and `separate`
+    are kept for later evaluations.
+
+    Args:
+        bundle: the model that the gallery was built with, to judge the golden set again.
+        level: share of the queries whose set has the right product.
+        accept: share of the accepted queries whose best product is right.
+        confidence: how sure `accept` is; 0.95 by default.
+        by: an attribute, to report each of its values.
+        separate: whether each value of `by` with enough labels has limits of its own.
+        from_items: judge items of the gallery instead; you state that queries are drawn like them.
+
+    Raises: InvalidParameterError if there are no labelled queries; BundleMismatchError.
+    """
+    calibrator = Calibrator(gallery)
+    if bundle is not None and from_items:
+        raise InvalidParameterError("Give either a bundle or from_items.")
+    if separate and by is None:
+        raise InvalidParameterError("separate needs by, the attribute whose values are separate.")
+    options = (by, separate, CONFIDENCE if confidence is None else confidence)
+    if bundle is not None:
+        known = partial(labelled, gallery, *_asked(gallery, bundle, shown))
+        found = calibrator.fit_guarantee(known, *options)
+    elif from_items:
+        found = calibrator.fit_guarantee(None, *options)
+    elif by is not None or confidence is not None:
+        raise InvalidParameterError("by and confidence need a bundle or from_items.")
+    else:
+        found = calibrator.guarantee()
+    return report_of(found, level, accept)
 
 
 def golden_runs(path: Path | str) -> GoldenRuns:

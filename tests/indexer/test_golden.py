@@ -268,6 +268,46 @@ def test_the_commands_label_list_run_and_remove(run: Run, built: Path, photos: P
     assert [query["name"] for query in left["queries"]] == ["b.png", "c.png"]
 
 
+def test_the_command_prints_what_labelled_queries_guarantee(
+    run: Run, built: Path, tmp_path: Path
+) -> None:
+    words = ("guarantee", built)
+    assert "run kinlens-index golden run" in failure(run(*words))
+    assert "is empty" in failure(run(*words, "--bundle", "b"))
+    lines = ["image,class"]
+    for seed in range(60):
+        is_cup = seed % 5 < 4
+        data = encoded(photo(1), "JPEG", quality=10 + seed) if is_cup else encoded(photo(50 + seed))
+        (tmp_path / f"{seed}.png").write_bytes(data)
+        lines.append(f"{seed}.png,{'cup' if is_cup else ''}")
+    (tmp_path / "list.csv").write_text("\n".join(lines))
+    run("golden", "add", built, "--csv", tmp_path / "list.csv")
+    run("golden", "run", built, "--bundle", "b")
+    found = printed(run(*words, "--json"))
+    assert (found["queries"], found["absent"], found["source"]) == (60, 12, "golden")
+    assert found["sets"]["queries"] == 48
+    assert found["sets"]["none_needs"] == 7  # to 19
+    assert "299 accepted without an error are needed" in found["decisions"]
+    assert {part["name"] for part in found["parts"]} >= {"all", "none of these"}
+    text = run(*words, "--bundle", "b", "--by", "class", "--accept", "0.5").stdout
+    assert "class = cup" in text
+    assert "with 100 more labels like these" in text
+    assert "With --separate, each class with 19 labels" in text
+    again = printed(run(*words, "--json", "--accept", "0.5"))
+    assert again["by"] == "class"
+    assert again["decisions"]["accepted"] > 0
+    split = run(*words, "--bundle", "b", "--by", "class", "--separate", "--confidence", "0.9")
+    assert ", others" in split.stdout
+    assert "at 90 % confidence" in split.stdout
+    assert "need a bundle or from_items" in failure(run(*words, "--by", "class"))
+    assert "separate needs by" in failure(run(*words, "--bundle", "b", "--separate"))
+    stated = printed(run(*words, "--from-items", "--json"))
+    assert stated["source"] == "gallery"
+    assert "needs at least 19 labelled queries" in stated["sets"]
+    shown = printed(run("calibrate", built, "--json"))
+    assert "labelled queries of" in shown["guarantee"]
+
+
 def test_a_wrong_label_is_one_line_of_what_to_do(run: Run, built: Path, photos: Path) -> None:
     (photos / "two.csv").write_text("image,keys,class\na.png,f.gif,cup\n")
     (photos / "none.csv").write_text("image,keys\n")

@@ -92,7 +92,16 @@ def judged(lead: float, right: bool, kind: str | None = None) -> Judged:
 
 
 def of(*queries: Judged, by: str | None = None) -> Guarantee:
-    return Guarantee(at="", items=0, last=0, product="p", source="golden", queries=queries, by=by)
+    return Guarantee(
+        at="",
+        items=0,
+        last=0,
+        product="p",
+        source="golden",
+        queries=queries,
+        by=by,
+        is_split=bool(by),
+    )
 
 
 @pytest.mark.parametrize("count", [1, 7, 120, 299, 1000])
@@ -262,7 +271,7 @@ def test_a_gallery_judges_labelled_photos_as_a_naive_search_does(gallery: Galler
 
 def test_items_of_the_gallery_are_judged_without_themselves(gallery: Gallery) -> None:
     stocked(gallery)
-    found = judge_items(gallery, "product", 50, None, 0.95)
+    found = judge_items(gallery, "product", 50, None, False, 0.95)
     assert len(found.queries) == 50
     assert found.source == "gallery"
     assert max(one.best for one in found.queries) < 0.999
@@ -288,7 +297,7 @@ def test_a_guarantee_is_stored_and_withdrawn_after_a_fifth_of_the_items_changed(
     calibrator.fit_if_outdated()
     with pytest.raises(InvalidParameterError, match="other items"):
         Calibrator(gallery).guarantee()
-    calibrator.fit_guarantee(lambda product: asked(60), "kind", 0.9)
+    calibrator.fit_guarantee(lambda product: asked(60), "kind", True, 0.9)
     assert (calibrator.guarantee().by, calibrator.guarantee().confidence) == ("kind", 0.9)
     calibrator.fit_golden(lambda product: asked(60))  # keeps what the owner chose
     assert (calibrator.guarantee().by, calibrator.guarantee().confidence) == ("kind", 0.9)

@@ -1,0 +1,269 @@
+"""What the labelled queries of a gallery guarantee, as a report for its owner."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from pydantic import BaseModel
+
+from kinlens.embedder.errors import InvalidParameterError
+from kinlens.quality.guarantee import (
+    DecisionRule,
+    Guarantee,
+    Judged,
+    SetRule,
+    labels_for_decisions,
+    labels_for_sets,
+    lowest_lead,
+)
+from kinlens.quality.intervals import exact_interval
+from kinlens.reports import Report
+from kinlens.values import Scalar
+
+_DRAWS = 100
+_MORE = (100, 200, 300)
+_SIZES = ((1, 1), (2, 3), (4, 7), (8, 15), (16, 10**9))
+
+
+class Part(BaseModel, frozen=True):
+    """Some of the labelled queries.
+
+    Attributes:
+        covered: share of the queries whose set has the right answer.
+        interval: its exact 95 % interval.
+        members: mean number of products in a set, of which up to 20 are counted.
+        accepted, wrong: number of accepted queries, and of wrong ones among them.
+    """
+
+    name: str
+    queries: int
+    covered: float | None = None
+    interval: tuple[float, float] | None = None
+    members: float | None = None
+    accepted: int | None = None
+    wrong: int | None = None
+
+
+class Sets(BaseModel, frozen=True):
+    """The sets of one level: `limits` by category ("" for all others) are the largest distances to
+    the best product, `none` is that of "none of these", and `true` the range of what these labels
+    reach, for 9 of 10 sets of labels.
+    """
+
+    level: float
+    queries: int
+    limits: dict[str, float]
+    none: float | None
+    none_needs: int
+    true: tuple[float, float]
+
+
+class Decisions(BaseModel, frozen=True):
+    """The decisions of one share: `leads` by category ("" for all others) are thresholds of the
+    lead, `coverage` is the share of accepted queries. `more` is, for more labels like these, their
+    number, the mean coverage then, and the chance that no decision is possible.
+    """
+
+    accept: float
+    confidence: float
+    queries: int
+    leads: dict[str, float | None]
+    accepted: int
+    wrong: int
+    coverage: float
+    more: list[tuple[int, float, float]]
+
+
+class GuaranteeReport(BaseModel, Report, frozen=True):
+    """What the labelled queries guarantee, or why they do not."""
+
+    at: str
+    source: str
+    product: str
+    by: str | None
+    queries: int
+    absent: int
+    sets: Sets | str
+    decisions: Decisions | str
+    parts: list[Part]
+    separate_needs: tuple[int, int] | None
+
+    def lines(self) -> Iterator[str]:
+        """The text for people."""
+        yield (
+            f"{self.queries:,} labelled queries of {self.at}, {self.absent:,} of them without a "
+            f"right product; products by {self.product}."
+        )
+        if self.source == "gallery":
+            yield "They are items of the gallery: its owner states that queries are like them."
+        yield from self._lines_of_sets()
+        yield from self._lines_of_decisions()
+        if self.separate_needs is not None:
+            sets, decisions = self.separate_needs
+            yield (
+                f"With --separate, each {self.by} with {sets:,} labels gets a limit of its own for "
+                f"sets, and with {decisions:,} one for decisions."
+            )
+        yield f"{'':36} {'queries':>8} {'covered':>8} {'products':>9} {'accepted':>9} {'wrong':>6}"
+        for part in self.parts:
+            cells = (
+                f"{_percent(part.covered):>8}",
+                f"{'-' if part.members is None else f'{part.members:.1f}':>9}",
+                f"{'-' if part.accepted is None else part.accepted:>9}",
+                f"{'-' if part.wrong is None else part.wrong:>6}",
+            )
+            yield f"{part.name:36.36} {part.queries:>8,} {' '.join(cells)}"
+
+    def _lines_of_sets(self) -> Iterator[str]:
+        sets = self.sets
+        if isinstance(sets, str):
+            yield sets
+            return
+        yield (
+            f"A set has the right product for {sets.level:.4g} of such queries; with these labels "
+            f"for {sets.true[0]:.3f} to {sets.true[1]:.3f} (9 of 10 cases)."
+        )
+        for kind, limit in sets.limits.items():
+            yield f"  members: up to {limit:.4f} below the best product{_of(self.by, kind)}"
+        if sets.none_needs:
+            yield f'  "none of these" is in every set until {sets.none_needs:,} more are labelled'
+        elif sets.none is None:
+            yield '  "none of these" is in no set: no labelled query has an absent product'
+
+    def _lines_of_decisions(self) -> Iterator[str]:
+        found = self.decisions
+        if isinstance(found, str):
+            yield found
+            return
+        yield (
+            f"Accepted without a person: {found.coverage:.1%} of the queries, of which "
+            f"{found.accept:.4g} are right at {found.confidence:.4g} confidence "
+            f"({found.wrong:,} of {found.accepted:,} labelled ones are wrong)."
+        )
+        for kind, lead in found.leads.items():
+            text = "none" if lead is None else f"a lead above {lead:.4f}"
+            yield f"  accepted: {text}{_of(self.by, kind)}"
+        for count, share, refused in found.more:
+            chance = f", or none ({refused:.0%})" if refused else ""
+            yield f"  with {count:,} more labels like these: about {share:.1%}{chance}"
+
+
+def report_of(guarantee: Guarantee, level: float, accept: float) -> GuaranteeReport:
+    """The report for sets of this level, and decisions of this share of right ones."""
+    queries = guarantee.queries
+    absent = sum(one.absent for one in queries)
+    sets: SetRule | str
+    decisions: DecisionRule | str
+    try:
+        sets = guarantee.sets(level)
+    except InvalidParameterError as error:
+        sets = str(error)
+    try:
+        decisions = guarantee.decisions(accept)
+    except InvalidParameterError as error:
+        decisions = str(error)
+    return GuaranteeReport(
+        at=guarantee.at,
+        source=guarantee.source,
+        product=guarantee.product,
+        by=guarantee.by,
+        queries=len(queries),
+        absent=absent,
+        sets=sets if isinstance(sets, str) else _sets(sets, absent),
+        decisions=decisions if isinstance(decisions, str) else _decisions(guarantee, decisions),
+        parts=[*_parts(guarantee, sets, decisions)],
+        separate_needs=None
+        if guarantee.by is None or guarantee.is_split
+        else (labels_for_sets(level), labels_for_decisions(accept, guarantee.confidence)),
+    )
+
+
+def _sets(rule: SetRule, absent: int) -> Sets:
+    needs = labels_for_sets(rule.level) - absent
+    return Sets(
+        level=rule.level,
+        queries=rule.queries,
+        limits={_name(kind): limit for kind, limit in rule.limits.items()},
+        none=None if rule.none is None or needs > 0 else rule.none,
+        none_needs=max(needs, 0) if absent else 0,
+        true=rule.true,
+    )
+
+
+def _decisions(guarantee: Guarantee, rule: DecisionRule) -> Decisions:
+    return Decisions(
+        accept=rule.accept,
+        confidence=rule.confidence,
+        queries=rule.queries,
+        leads={_name(k): None if np.isinf(lead) else lead for k, lead in rule.leads.items()},
+        accepted=rule.accepted,
+        wrong=rule.wrong,
+        coverage=rule.accepted / rule.queries,
+        more=[(count, *outlook(guarantee, rule.accept, count)) for count in _MORE],
+    )
+
+
+def outlook(guarantee: Guarantee, accept: float, more: int) -> tuple[float, float]:
+    """What `more` labels like the known ones would bring: the mean share of accepted queries, and
+    the chance that no decision is possible. From random draws, with one limit for all categories.
+    """
+    rng, queries, shares = np.random.default_rng(0), guarantee.queries, list[float]()
+    for _ in range(_DRAWS):
+        drawn = [queries[n] for n in rng.integers(0, len(queries), len(queries) + more)]
+        lead = lowest_lead(drawn, accept, guarantee.confidence)
+        shares.append(sum(one.lead > lead for one in queries) / len(queries))
+    return round(float(np.mean(shares)), 4), shares.count(0.0) / _DRAWS
+
+
+def _parts(
+    guarantee: Guarantee, sets: SetRule | str, decisions: DecisionRule | str
+) -> Iterator[Part]:
+    """All labelled queries; those of each category, of products with few and with many images, and
+    of absent products.
+    """
+    queries = guarantee.queries
+    named = {"all": [*queries]}
+    for kind in dict.fromkeys(one.kind for one in queries if one.kind is not None):
+        named[f"{guarantee.by} = {kind}"] = [one for one in queries if one.kind == kind]
+    for low, high in _SIZES:
+        text = f"{low}" if low == high else f"{low} to {high}" if high < 10**9 else f"{low} or more"
+        own = [one for one in queries if low <= one.images <= high]
+        named[f"products with {text} images"] = own
+    missed = [one for one in queries if one.behind is None and not one.absent]
+    named["right product not found"] = missed
+    named["none of these"] = [one for one in queries if one.absent]
+    return (_part(name, own, sets, decisions) for name, own in named.items() if own)
+
+
+def _part(
+    name: str, queries: Sequence[Judged], sets: SetRule | str, decisions: DecisionRule | str
+) -> Part:
+    found: dict[str, object] = {}
+    if isinstance(sets, SetRule):
+        covered = sum(_is_covered(one, sets) for one in queries)
+        sizes = [sum(sets.has(gap, one.best_kind) for gap in one.gaps) for one in queries]
+        found["covered"] = round(covered / len(queries), 4)
+        found["interval"] = exact_interval(covered, len(queries))
+        found["members"] = round(float(np.mean(sizes)), 2)
+    if isinstance(decisions, DecisionRule):
+        accepted = [one for one in queries if decisions.takes(one.lead, one.best_kind)]
+        found["accepted"] = len(accepted)
+        found["wrong"] = sum(not one.is_right for one in accepted)
+    return Part(name=name, queries=len(queries)).model_copy(update=found)
+
+
+def _is_covered(one: Judged, sets: SetRule) -> bool:
+    if one.absent:
+        return bool(sets.has_none(one.scores))
+    return one.behind is not None and sets.has(one.behind, one.kind)
+
+
+def _name(kind: Scalar | None) -> str:
+    return "" if kind is None else str(kind)
+
+
+def _of(by: str | None, kind: str) -> str:
+    return f", {by} = {kind}" if kind else ", others" if by else ""
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"

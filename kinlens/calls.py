@@ -94,7 +94,7 @@ class ImageSearchOptions(SearchOptions, total=False):
     """Options of a search with images, `vectors`, `texts`, or several of these. `crops` apply to
     each image; "auto" are the whole image and parts of it, for busy photos. With `combine` "best",
     as with "auto", an item counts with the image, crop or vector that it is most similar to, its
-    `view`."""
+    `view`. `guarantee` and `accept` need one whole image or vector, and labelled queries."""
 
     gallery: str | None
     vectors: Sequence[QueryVector] | None
@@ -103,6 +103,8 @@ class ImageSearchOptions(SearchOptions, total=False):
     combine: Literal["mean", "best"] | None
     positives: Sequence[str] | None
     negatives: Sequence[str] | None
+    guarantee: float | None
+    accept: float | None
 
 
 class SyncOptions(TypedDict, total=False):

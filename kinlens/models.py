@@ -162,6 +162,54 @@ Facets = Annotated[
 ]
 
 
+class MemberModel(BaseModel):
+    """A product of a guaranteed set: its value, and the key and score of its best item."""
+
+    value: Scalar | None
+    key: str
+    score: float
+
+
+class GuaranteeModel(BaseModel):
+    """What an answer guarantees, for queries that are drawn as the labelled ones were."""
+
+    queries: Annotated[int, Field(description="Number of labelled queries behind it.")]
+    source: Annotated[
+        Literal["golden", "gallery"],
+        Field(
+            description="The golden set; or items of the gallery, if its owner states that queries "
+            "are like them."
+        ),
+    ]
+    product: Annotated[str, Field(description="The attribute that names a product.")]
+    level: Annotated[
+        float | None, Field(description="The probability that the set has the right product.")
+    ]
+    holds: Annotated[
+        bool | None,
+        Field(description="false if the set was cut, and then nothing is guaranteed about it."),
+    ]
+    cut: Annotated[
+        Literal["k", "filter"] | None,
+        Field(description="What removed products from the set: its size k, or the filter."),
+    ]
+    groups: Annotated[
+        list[MemberModel],
+        Field(description="The set, best first; without guarantee, the best product."),
+    ]
+    none: Annotated[
+        bool | None,
+        Field(
+            description='Whether "none of these" is in the set; null if no labelled query has an '
+            "absent product. Then the right product is taken to be in the gallery."
+        ),
+    ]
+    accept: Annotated[
+        float | None, Field(description="The share of accepted answers that are right.")
+    ]
+    confidence: Annotated[float | None, Field(description="How sure that share is.")]
+
+
 class SearchAnswer(BaseModel):
     """Hits or groups, best first, with the model and the gallery version that they come from.
 
@@ -195,6 +243,13 @@ class SearchAnswer(BaseModel):
         list[GroupModel] | None, Field(description="The groups, with group_by; hits is then empty.")
     ] = None
     facets: Facets = None
+    accepted: Annotated[
+        bool | None,
+        Field(description="With accept: whether the best product may be taken without a person."),
+    ] = None
+    guarantee: Annotated[
+        GuaranteeModel | None, Field(description="With guarantee or accept: what holds.")
+    ] = None
     timings_ms: Timings
     answer_id: Annotated[
         str | None,

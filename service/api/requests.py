@@ -240,6 +240,7 @@ _AtLeast1 = Annotated[int, Field(ge=1, le=Settings.max_k)]
 _AtLeast0 = Annotated[int, Field(ge=0, le=Settings.max_k)]
 _Score = Annotated[float, Field(ge=-1, le=1, allow_inf_nan=False)]
 _Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+_Level = Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)]
 _Keys = Annotated[list[str], Field(default_factory=list, max_length=_MAX_KEYS, fail_fast=True)]
 
 
@@ -551,9 +552,36 @@ class SearchRequest(SearchFields):
         ),
         BeforeValidator(_list_as_text),
     ]
+    guarantee: Annotated[
+        _Level | None,
+        Field(
+            description="The smallest set of products that has the right one with this "
+            "probability. It needs labelled queries, else 422, and one whole image or vector.",
+            examples=[0.95],
+        ),
+    ] = None
+    accept: Annotated[
+        _Level | None,
+        Field(
+            description="Whether the best product may be taken without a person, so that this "
+            "share of those taken is right. It needs labelled queries, else 422, and one whole "
+            "image or vector.",
+            examples=[0.99],
+        ),
+    ] = None
 
     @model_validator(mode="after")
     def _has_views(self) -> Self:
+        is_whole = len(self.images) + len(self.vectors) == 1 and not (
+            any(image.crops for image in self.images)
+            or any(sent.weight != 1 for sent in self.vectors)
+            or any((self.texts, self.positives, self.negatives))
+        )
+        if (self.guarantee is not None or self.accept is not None) and not is_whole:
+            raise custom_error(
+                "guarantee and accept hold for queries like the labelled ones: one whole image, or "
+                "its vector; omit crops, texts, positives, negatives, weights and further images."
+            )
         is_auto = any(image.crops is AUTO for image in self.images)
         if is_auto and "combine" in self.model_fields_set and self.combine != "best":
             raise custom_error(
@@ -609,6 +637,8 @@ class SearchRequest(SearchFields):
             texts=tuple((sent.text, sent.weight) for sent in self.texts),
             gallery=self.gallery,
             best_view=self.combine == "best" and count > 0,
+            guarantee=self.guarantee,
+            accept=self.accept,
             **more,
         )
 

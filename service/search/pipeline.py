@@ -38,6 +38,7 @@ from kinlens.indexer.types import (
     no_checkpoint,
 )
 from kinlens.quality.calibration import Calibrated, Shares, choose
+from kinlens.quality.guarantee import Guarantee
 from kinlens.service.concurrency import DaemonThreads, SearchThreads, too_late, within
 from kinlens.service.encoding.cache import Cache, Lookup, answer_key
 from kinlens.service.encoding.model import Known, Model, Stages, View
@@ -47,6 +48,7 @@ from kinlens.service.galleries.locations import Gallery
 from kinlens.service.galleries.registry import FILTERED, Registry, Served
 from kinlens.service.galleries.view import GalleryView, check_names
 from kinlens.service.observe.metrics import Metrics, record_wait, span
+from kinlens.service.search.guarantee import guaranteed, guaranteed_by
 from kinlens.service.search.query import Answer, Found, Query, nearness
 from kinlens.values import single
 
@@ -181,7 +183,8 @@ class Pipeline:
         cancel_token, started = CancelToken(), time.perf_counter()
         # A cached result is served first. Look it up only if there is a queue, and
         # not for a filtered query: the cache key of a long filter takes long to compute.
-        may_be_cached = not bulk and query.where is None and self._search_threads.waiting > 0
+        is_short = query.where is None and not query.asks_guarantee
+        may_be_cached = not bulk and is_short and self._search_threads.waiting > 0
         # With the calibration of the last search: to read the current one may wait for the disk.
         is_cached = may_be_cached and self._cache.has(self._key(served, query, served.calibrated))
         served.refuse_if_hanging(self._limit_s)
@@ -209,6 +212,7 @@ class Pipeline:
         with served.reading():
             version = gallery.version
             calibrated = served.calibrated = calibrated_by(served)
+            guarantee = guaranteed_by(served, query)
         if query.texts:
             calibrated = _NOT_CALIBRATED
         if query.min_probability is not None and isinstance(calibrated, str):
@@ -217,7 +221,7 @@ class Pipeline:
                 f"search has none ({calibrated.rstrip('.')}). Send min_score instead."
             )
         query, known, finding = self._with_boxes(served, query, cancel_token)
-        key = self._key(served, query, calibrated)
+        key = self._key(served, query, calibrated, guarantee)
         results, cached = self._cached(served, query, key, version)
         stages, search_ms, is_cached = finding, 0.0, results is not None
         if results is None:
@@ -229,6 +233,10 @@ class Pipeline:
             before = time.perf_counter()
             with served.reading(), span("search"):
                 found = find(served, query, vectors, words, calibrated, self._prior, cancel_token)
+                if guarantee is not None:
+                    target, check = found.vector[np.newaxis], cancel_token.check
+                    fields = guaranteed(gallery, query, target, guarantee, check)
+                    found = replace(found, guaranteed=fields)
             by = _grouped_by(query)
             results = found.encoded(
                 served.name, gallery.generation, by, query.fields, self._image_url
@@ -264,7 +272,13 @@ class Pipeline:
             boxes |= zip((view.digest for view in missing), found, strict=True)
         return query.with_boxes(boxes), known, stages
 
-    def _key(self, served: Served, query: Query, calibrated: Calibrated | str) -> str:
+    def _key(
+        self,
+        served: Served,
+        query: Query,
+        calibrated: Calibrated | str,
+        guarantee: Guarantee | None = None,
+    ) -> str:
         model, gallery, digest = served.model, served.gallery, query.digest
         if served.scope:  # callers with different filters must not share answers
             digest += f":{hashlib.sha256(served.scope.encode()).hexdigest()}"
@@ -272,6 +286,8 @@ class Pipeline:
             digest += f":{model.tower.id}"
         elif not isinstance(calibrated, str):  # the probabilities depend on the curve
             digest += f":{calibrated.product}:{hash(calibrated.curve):x}:{self._prior}"
+        if guarantee is not None:  # which is judged again without a change of an item
+            digest += f":{guarantee.digest}"
         if self._image_url:
             digest += f":{hashlib.sha256(self._image_url.encode()).hexdigest()}"
         mode = model.embedder.mode

@@ -51,6 +51,8 @@ class Query:
     facets: attributes whose values are counted over all matching items.
     fields: the only attributes that the answer has; None for all.
     distinct: of items with equal content return only the best; "near": also of near-duplicates.
+    guarantee, accept: the level of the guaranteed set of products, and the share of right ones
+        among the best products that are accepted.
     """
 
     views: tuple[View | VectorView, ...] = ()
@@ -74,6 +76,13 @@ class Query:
     diversity: float = 0.0
     boost: Boost | None = None
     sort_by: SortBy | None = None
+    guarantee: float | None = None
+    accept: float | None = None
+
+    @property
+    def asks_guarantee(self) -> bool:
+        """Whether the answer has to guarantee something."""
+        return self.guarantee is not None or self.accept is not None
 
     @property
     def images(self) -> list[View]:
@@ -129,6 +138,7 @@ class Query:
             (self.distinct, self.exact),
             (self.facets, self.fields),
             (float(self.diversity) + 0.0, repr(self.boost), repr(self.sort_by)),
+            (self.guarantee, self.accept),
         )
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
@@ -169,6 +179,7 @@ class Found:
     shares, none: the probabilities of the hits, and the probability that none of them is right.
     match: whether anything matches, also on an earlier page.
     facets: the requested counts.
+    guaranteed: the fields about what the answer guarantees.
     """
 
     hits: Sequence[Hit]
@@ -181,6 +192,7 @@ class Found:
     none: float | None = None
     match: bool = False
     facets: Mapping[str, Facet] = field(default_factory=dict)
+    guaranteed: Mapping[str, Any] = field(default_factory=dict)
 
     def encoded(
         self,
@@ -236,6 +248,7 @@ class Found:
             "no_match_probability": None if self.none is None else _floored(self.none, 4),
             "hits": hits,
             "groups": groups,
+            **self.guaranteed,
         }
         if self.facets:
             results["facets"] = {name: facet.described() for name, facet in self.facets.items()}

@@ -24,6 +24,7 @@ SMALLEST = (
     "databases.py --sizes 2k --dims 32 --rounds 1",
     "gallery.py --sizes 2k --dims 32 --rounds 2",
     "gallery_gpu.py --rows 20000 --dims 32",
+    "guarantee.py --sources drawn --products 24 --draws 4 --shops 2",
     "growth.py --sizes 2k --dims 32 --adds 200 --vector-type fp16 "
     "--parts build write search filters catch-up attributes",
     "scaling.py --items 500 --dim 16 --searches 5",

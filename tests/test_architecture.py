@@ -47,6 +47,7 @@ FACADE = (
     "kinlens.indexer.galleries",
     "kinlens.indexer.types",
     "kinlens.indexer.images",
+    "kinlens.indexer.uploads",
     "kinlens.indexer.filters.",
     "kinlens.indexer.ingest.",
     "kinlens.indexer.checks.",

@@ -41,10 +41,10 @@ from kinlens.indexer.galleries import (
     write_backup,
 )
 from kinlens.indexer.types import Progress
+from kinlens.indexer.uploads import UploadFolder
 from kinlens.quality.golden import GoldenSet
 from kinlens.service.access.keys import KEYS_FILE, KeyStore
 from kinlens.service.galleries.locations import Locations, list_bundles
-from kinlens.service.galleries.uploads import UploadFolder
 from kinlens.service.jobs.store import JOBS_FILE, JobStore
 from kinlens.service.settings import REPLICAS, Settings
 

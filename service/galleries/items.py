@@ -33,13 +33,14 @@ from kinlens.indexer.galleries import check_item as check_stored
 from kinlens.indexer.gallery import Gallery as IndexedGallery
 from kinlens.indexer.ingest.products import changes_by_key
 from kinlens.indexer.types import NO_IMAGE, Entry, Item
+from kinlens.indexer.uploads import UploadFolder
 from kinlens.models import ItemStatus, PatchAnswer, PutResult, RemoveAnswer
 from kinlens.service.concurrency import BoundedPool
 from kinlens.service.encoding.model import Model
 from kinlens.service.encoding.vectors import fitted
 from kinlens.service.galleries.locations import Gallery
 from kinlens.service.galleries.registry import Registry, Served, change
-from kinlens.service.galleries.uploads import SharedUploads, UploadFolder
+from kinlens.service.galleries.uploads import SharedUploads
 from kinlens.service.galleries.view import GalleryView
 from kinlens.values import AttributeValue
 

@@ -20,13 +20,13 @@ from kinlens.embedder.errors import (
 from kinlens.indexer.galleries import current_generation, delete_gallery
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.types import checked_name
+from kinlens.indexer.uploads import UploadFolder
 from kinlens.models import JobModel
 from kinlens.service.access.keys import CALLER
 from kinlens.service.concurrency import BoundedPool, within
 from kinlens.service.encoding.model import Model, Models
 from kinlens.service.galleries.locations import managed_folder
 from kinlens.service.galleries.registry import Registry
-from kinlens.service.galleries.uploads import UploadFolder
 
 _SHOWN = 64
 _SUBJECT = "The folder of galleries"

@@ -42,6 +42,7 @@ from kinlens.embedder.session import fitted
 from kinlens.embedder.types import ItemId
 from kinlens.indexer.galleries import MilvusStore
 from kinlens.indexer.gallery import Gallery as IndexedGallery
+from kinlens.indexer.uploads import UploadFolder
 from kinlens.quality.calibration import Calibrated
 from kinlens.quality.calibrator import Calibrator
 from kinlens.service.access.keys import CALLER, Binding
@@ -64,7 +65,7 @@ from kinlens.service.galleries.locations import (
     Stamp,
     is_name,
 )
-from kinlens.service.galleries.uploads import SharedUploads, UploadFolder
+from kinlens.service.galleries.uploads import SharedUploads
 from kinlens.service.galleries.view import GalleryView
 
 T = TypeVar("T")

@@ -34,6 +34,7 @@ from kinlens.indexer.ingest.rebuild import (
 from kinlens.indexer.ingest.sources import Record
 from kinlens.indexer.ingest.sync import MaxRemoved, SyncSettings, source_of, sync_source
 from kinlens.indexer.types import Item, Progress
+from kinlens.indexer.uploads import UploadFolder
 from kinlens.quality.calibrator import Calibrator
 from kinlens.quality.gate import (
     Gate,
@@ -52,7 +53,6 @@ from kinlens.quality.judging import (
     threshold_of,
 )
 from kinlens.service.galleries.locations import intact, list_bundles, vectors_id
-from kinlens.service.galleries.uploads import UploadFolder
 from kinlens.service.jobs.params import (
     ModelParams,
     Params,

@@ -22,6 +22,7 @@ from kinlens.indexer.ingest.embed import EmbedSettings
 from kinlens.indexer.ingest.rebuild import adopt
 from kinlens.indexer.live.backup import write_backup
 from kinlens.indexer.types import GalleryExport
+from kinlens.indexer.uploads import UploadFolder
 from kinlens.models import Change
 from kinlens.quality.compare import compare
 from kinlens.service.access.audit import AuditLog
@@ -42,7 +43,7 @@ from kinlens.service.encoding.workers import Workers
 from kinlens.service.galleries.bundles import Bundles
 from kinlens.service.galleries.feedback import FeedbackStore, Question
 from kinlens.service.galleries.locations import known_bundles
-from kinlens.service.galleries.uploads import SharedUploads, UploadFolder
+from kinlens.service.galleries.uploads import SharedUploads
 from kinlens.service.http.bodies import Part, parse_form
 from kinlens.service.http.edge import Addresses
 from kinlens.service.http.rules import Route

@@ -15,7 +15,7 @@ from kinlens.embedder.fake import FakeEmbedder
 from kinlens.embedder.session import Embedder
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.types import Entry
-from kinlens.service.galleries.uploads import UploadFolder
+from kinlens.indexer.uploads import UploadFolder
 from tests.support.seams import GalleryExport, import_gallery
 from tests.support.servers import DEFAULTS, Running, create_app, run, settings_of
 

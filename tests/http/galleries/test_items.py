@@ -9,9 +9,9 @@ import httpx
 import pytest
 
 from kinlens.indexer.live import compaction
+from kinlens.indexer.uploads import UploadFolder
 from kinlens.service.api.items import MAX_KEYS
 from kinlens.service.galleries.items import MAX_ATTRIBUTES
-from kinlens.service.galleries.uploads import UploadFolder
 from kinlens.service.settings import Settings
 from tests.indexer.conftest import generation_of
 from tests.support.seams import GalleryFolder, adopt

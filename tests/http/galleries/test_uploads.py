@@ -129,7 +129,7 @@ def test_a_gallery_that_cannot_be_swept_keeps_its_images_and_others_are_swept(
             raise ValueError("a fault that nobody expects")
         return stored_contents(folder, sha256s)
 
-    monkeypatch.setattr("kinlens.service.galleries.uploads.stored_contents", stored)
+    monkeypatch.setattr("kinlens.indexer.uploads.stored_contents", stored)
     shop = closes(start_shop(tmp_path / "state", create=False))
     try:
         until(lambda: not orphans["good"].exists())

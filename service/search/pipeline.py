@@ -11,8 +11,7 @@ import contextlib
 import hashlib
 import threading
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -26,31 +25,22 @@ from kinlens.embedder.errors import (
     InvalidParameterError,
     KinlensError,
 )
-from kinlens.embedder.types import Embeddings, Hit, ItemId, first_numbers
+from kinlens.embedder.types import Embeddings, Hit
 from kinlens.embedder.views.boxes import AUTO_BOXES
 from kinlens.indexer.gallery import Gallery as IndexedGallery
-from kinlens.indexer.types import (
-    Group,
-    Item,
-    SearchOptions,
-    best_of_views,
-    combined_query,
-    no_checkpoint,
-)
-from kinlens.quality.calibration import Calibrated, Shares, choose
+from kinlens.indexer.types import SearchOptions, no_checkpoint
+from kinlens.quality.answers import Targets, Wanted, Words, prior_of, results_of, targets_of
+from kinlens.quality.calibration import Calibrated, choose
 from kinlens.quality.guarantee import Guarantee
 from kinlens.service.concurrency import DaemonThreads, SearchThreads, too_late, within
 from kinlens.service.encoding.cache import Cache, Lookup, answer_key
 from kinlens.service.encoding.model import Known, Model, Stages, View
-from kinlens.service.encoding.vectors import VectorView
 from kinlens.service.encoding.workers import Vector
-from kinlens.service.galleries.locations import Gallery
 from kinlens.service.galleries.registry import FILTERED, Registry, Served
 from kinlens.service.galleries.view import GalleryView, check_names
 from kinlens.service.observe.metrics import Metrics, record_wait, span
 from kinlens.service.search.guarantee import guaranteed, guaranteed_by
 from kinlens.service.search.query import Answer, Found, Query, nearness
-from kinlens.values import single
 
 _LIMITED = ("The search", "Ask for fewer results or try again in a second.")
 _VERSION_BYTES = 64
@@ -237,10 +227,7 @@ class Pipeline:
                     target, check = found.vector[np.newaxis], cancel_token.check
                     fields = guaranteed(gallery, query, target, guarantee, check)
                     found = replace(found, guaranteed=fields)
-            by = _grouped_by(query)
-            results = found.encoded(
-                served.name, gallery.generation, by, query.fields, self._image_url
-            )
+            results = found.encoded(served.name, gallery.generation, self._image_url)
             search_ms = (time.perf_counter() - before) * 1e3
             # If the version has changed, the results may be from a later version.
             if not served.is_remote and gallery.version == version:
@@ -370,14 +357,14 @@ def find(
     gallery = served.gallery
     if query.fields:
         check_names(gallery, query.fields, "return")
-    targets, exclude, positives = _targets(served, query, vectors, words)
+    targets = _targets(served, query, vectors, words)
     options = SearchOptions(
         where=query.where,
         min_score=query.min_score,
         offset=query.offset,
         distinct=bool(query.distinct),
         near=nearness(query.distinct, gallery),
-        exclude=exclude,
+        exclude=targets.exclude,
         exact=query.exact,
         diversity=query.diversity,
         boost=query.boost,
@@ -389,80 +376,16 @@ def find(
         and isinstance(gallery, IndexedGallery)
         and isinstance(calibrated, Calibrated)
     ):
-        prior = _prior_of(gallery, calibrated.product, positives, prior)
-    found = _page(gallery, query, targets, options, calibrated, prior)
-    match = bool(found.hits or found.groups)
+        prior = prior_of(gallery, calibrated.product, targets.liked, prior)
+    wanted = Wanted(query.k, options, query.grouping, query.best_view, query.min_probability)
+    results = results_of(gallery, targets.vectors, wanted, calibrated, prior)
+    match = bool(results)
     if not match and query.offset:  # past the end of what matches?
-        first = replace(query, k=1 if query.min_probability is None else CANDIDATES)
-        start = _page(gallery, first, targets, replace(options, offset=0), calibrated, prior)
-        match = bool(start.hits or start.groups)
-    facets = gallery.facets(query.facets, targets, options) if query.facets else {}
-    return replace(found, match=match, facets=facets)
-
-
-def _page(
-    gallery: Gallery,
-    query: Query,
-    targets: Embeddings,
-    options: SearchOptions,
-    calibrated: Calibrated | str,
-    prior: float,
-) -> Found:
-    """One page of hits or groups with their probabilities."""
-    # Probabilities come from the best hits of all items: a filter makes no product likelier.
-    of_all = SearchOptions(
-        exclude=options.exclude, exact=options.exact, checkpoint=options.checkpoint
-    )
-    is_of_all = query.grouping is None and options == of_all  # then one search is enough
-    is_deep = is_of_all and not isinstance(calibrated, str)
-    depth = max(query.k, CANDIDATES) if is_deep else query.k
-    best, groups, views = _search(gallery, query, targets, depth, options)
-    hits = best[: query.k]
-    measurable = hits if groups is None and views is None else None
-    found = Found(hits, groups, targets[0], options, measurable, views)
-    if isinstance(calibrated, str):
-        return found
-    if not is_of_all:
-        best = _search(gallery, replace(query, grouping=None), targets, CANDIDATES, of_all)[0]
-    answered = [*hits, *(hit for group in groups or () for hit in group.hits)]
-    shares, by = Shares(calibrated, prior, best, answered), _grouped_by(query)
-    if (least := query.min_probability) is not None:
-        hits = [hit for hit in hits if shares.of(hit) >= least]
-        groups = groups and [group for group in groups if shares.of_group(group, by) >= least]
-    none = shares.of_none(hits, groups, by)
-    return replace(found, hits=hits, groups=groups, shares=shares, none=none)
-
-
-def _grouped_by(query: Query) -> str:
-    return "" if query.grouping is None else query.grouping.by
-
-
-def _search(
-    gallery: Gallery, query: Query, targets: Embeddings, k: int, options: SearchOptions
-) -> tuple[list[Hit], list[Group] | None, Mapping[ItemId, View | VectorView] | None]:
-    """Hits or groups, and for `best_view` the view that found each."""
-    if query.best_view:
-        return _search_views(gallery, query, targets, k, options)
-    if query.grouping is None:
-        [hits] = gallery.search(targets, k, options)
-        return hits, None, None
-    [groups] = gallery.search_groups(targets, k, query.grouping, options)
-    return [], groups, None
-
-
-def _search_views(
-    gallery: Gallery, query: Query, targets: Embeddings, k: int, options: SearchOptions
-) -> tuple[list[Hit], list[Group] | None, Mapping[ItemId, View | VectorView]]:
-    """Search with each view separately."""
-    grouping, views = query.grouping, query.views
-    if grouping is None:
-        hits = best_of_views(lambda depth, whole: gallery.search(targets, depth, whole), k, options)
-        return [hit for hit, _ in hits], None, {hit.id: views[n] for hit, n in hits}
-    groups = best_of_views(
-        lambda depth, whole: gallery.search_groups(targets, depth, grouping, whole), k, options
-    )
-    found_by = {group.hits[0].id: views[n] for group, n in groups}
-    return [], [group for group, _ in groups], found_by
+        depth = 1 if query.min_probability is None else CANDIDATES
+        first = replace(wanted, k=depth, options=replace(options, offset=0))
+        match = bool(results_of(gallery, targets.vectors, first, calibrated, prior))
+    facets = gallery.facets(query.facets, targets.vectors, options) if query.facets else {}
+    return Found(query, results, targets.vectors[0], options, match, facets)
 
 
 def _model(served: Served, query: Query) -> Model:
@@ -470,67 +393,22 @@ def _model(served: Served, query: Query) -> Model:
     return served.model.whole if query.texts else served.model
 
 
-def _targets(
-    served: Served, query: Query, vectors: Sequence[Vector], words: Embeddings
-) -> tuple[Embeddings, frozenset[int], Sequence[Item]]:
-    """The query vector (1, D), or (V, D) for `best_view`; the ids of items to exclude from the
-    results; the liked items.
-    """
-    if not query.texts:
-        return _liked(served, query, vectors)
-    model = served.model
-    has_likes = bool(query.positives) or query.like is not None
-    if (has_likes or query.negatives) and model.whole is not model:
-        raise InvalidParameterError(
-            f"texts cannot be combined with items in a gallery of the first {model.dim:,} numbers "
-            "of each vector; send an image of the item, or omit texts."
-        )
-    encoder, weights = model.embedder.words(), [weight for _, weight in query.texts]
-    if not (query.views or has_likes):
-        alone = first_numbers(encoder.joined(None, words, weights), model.dim)
-        return _liked(served, query, list(alone), [1.0])
-    targets, exclude, items = _liked(served, query, vectors)
-    return first_numbers(encoder.joined(targets, words, weights), model.dim), exclude, items
-
-
-def _liked(
-    served: Served,
-    query: Query,
-    vectors: Sequence[Vector],
-    weights: Sequence[float] | None = None,
-) -> tuple[Embeddings, frozenset[int], Sequence[Item]]:
-    """As `_targets`, for `vectors` with these weights, or those of the views."""
-    if query.best_view:
-        return np.stack(vectors), frozenset(), []
+def _targets(served: Served, query: Query, vectors: Sequence[Vector], words: Embeddings) -> Targets:
+    """What to search for. Raises: ItemNotFoundError, InvalidParameterError."""
     gallery, positives = served.gallery, query.positives
     if query.like is not None:
         served.check_generation(query.generation)
         positives = (gallery.item(query.like).key, *positives)
-    keys = [*positives, *query.negatives]
-    weights = [view.weight for view in query.views] if weights is None else weights
-    if not keys and weights == [1.0]:
-        return np.ascontiguousarray(vectors[0][np.newaxis]), frozenset(), []
-    stored = [entry.vector for entry in gallery.entries(keys)] if keys else []
-    liked = np.stack([*vectors, *stored[: len(positives)]])
-    disliked = np.asarray(stored[len(positives) :], dtype=np.float32)
-    items = gallery.stored(keys) if keys else {}
-    exclude = frozenset(item.id for item in items.values())
-    liked_items = [items[key] for key in positives if key in items]
-    target = combined_query(liked, disliked, [*weights, *[1.0] * len(positives)])
-    return target[np.newaxis], exclude, liked_items
-
-
-def _prior_of(gallery: IndexedGallery, product: str, liked: Sequence[Item], prior: float) -> float:
-    """The prior probability that no other item shows a product of the `liked` items, which are
-    excluded from the results. If all of them name their product it is known: 0 or 1.
-    """
-    named = [single(item.attributes.get(product)) for item in liked]
-    values = [value for value in named if value is not None]
-    if len(values) < len(liked):
-        return prior
-    counts = Counter((isinstance(value, bool), value) for value in values)
-    has_more = [gallery.has_more(product, value, n) for (_, value), n in counts.items()]
-    return 0.0 if any(has_more) else 1.0
+    weights = [weight for _, weight in query.texts]
+    return targets_of(
+        gallery,
+        vectors,
+        [view.weight for view in query.views],
+        positives,
+        query.negatives,
+        words=Words(served.model.embedder.words(), words, weights) if weights else None,
+        best_view=query.best_view,
+    )
 
 
 def calibrated_by(served: Served) -> Calibrated | str:

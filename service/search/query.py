@@ -21,7 +21,7 @@ from kinlens.indexer.checks.duplicates import LEAST_SCORE, near_score
 from kinlens.indexer.filters.tree import Filter
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.types import Boost, Facet, Group, Grouping, SearchOptions, SortBy, VectorStore
-from kinlens.quality.calibration import Shares
+from kinlens.quality.answers import Results
 from kinlens.service.access.links import link_parts
 from kinlens.service.cards import image_address
 from kinlens.service.encoding.model import Stages, View
@@ -83,6 +83,11 @@ class Query:
     def asks_guarantee(self) -> bool:
         """Whether the answer has to guarantee something."""
         return self.guarantee is not None or self.accept is not None
+
+    @property
+    def by(self) -> str:
+        """The attribute that groups have in common; empty without groups."""
+        return "" if self.grouping is None else self.grouping.by
 
     @property
     def images(self) -> list[View]:
@@ -171,43 +176,37 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a search found; `groups` is None unless the query asks for groups.
+    """What a search found.
 
-    vector, options, ranked: the query and its full result list, for the recall sampler; `ranked`
-        is None if the recall of the search cannot be measured.
-    views: with `Query.best_view`, the view that found each hit, or the best hit of each group.
-    shares, none: the probabilities of the hits, and the probability that none of them is right.
+    results: the hits or groups, with their probabilities.
+    vector, options: what was searched for, for the recall sampler.
     match: whether anything matches, also on an earlier page.
     facets: the requested counts.
     guaranteed: the fields about what the answer guarantees.
     """
 
-    hits: Sequence[Hit]
-    groups: Sequence[Group] | None
+    query: Query
+    results: Results
     vector: NDArray[np.float32]
     options: SearchOptions
-    ranked: Sequence[Hit] | None
-    views: Mapping[ItemId, View | VectorView] | None
-    shares: Shares | None = None
-    none: float | None = None
-    match: bool = False
-    facets: Mapping[str, Facet] = field(default_factory=dict)
+    match: bool
+    facets: Mapping[str, Facet]
     guaranteed: Mapping[str, Any] = field(default_factory=dict)
 
-    def encoded(
-        self,
-        gallery: str,
-        generation: str,
-        by: str,
-        fields: Sequence[str] | None,
-        image_url: str = "",
-    ) -> bytes:
-        """The cacheable part of an answer as JSON bytes; groups have equal values of `by`, and hits
-        have only the attributes `fields`, unless that is None. `image_url` is where hits without an
-        image have one.
+    @property
+    def ranked(self) -> Sequence[Hit] | None:
+        """The full list of hits; None if the recall of the search cannot be measured."""
+        results, least = self.results, self.query.min_probability
+        is_whole = results.groups is None and results.views is None and least is None
+        return results.hits if is_whole else None
+
+    def encoded(self, gallery: str, generation: str, image_url: str = "") -> bytes:
+        """The cacheable part of an answer as JSON bytes, with the attributes that the query asks
+        for. `image_url` is where hits without an image have one.
         """
         start, end = link_parts(gallery, generation)
-        shares, views = self.shares, self.views
+        results, fields, by = self.results, self.query.fields, self.query.by
+        shares, views = results.shares, self.query.views
 
         def listed(hits: Sequence[Hit]) -> list[dict[str, Any]]:
             return [
@@ -235,24 +234,24 @@ class Found:
                 "hits": listed(group.hits),
             }
 
-        hits = listed(self.hits)
-        groups = None if self.groups is None else [grouped(group) for group in self.groups]
-        if views is not None:
-            for row, hit in zip(hits, self.hits, strict=True):
-                row["view"] = views[hit.id].described()
-            for row, group in zip(groups or [], self.groups or [], strict=True):
-                row["view"] = views[group.hits[0].id].described()
-        results: dict[str, Any] = {
+        hits = listed(results.hits)
+        groups = None if results.groups is None else [*map(grouped, results.groups)]
+        if (numbers := results.views) is not None:
+            for row, hit in zip(hits, results.hits, strict=True):
+                row["view"] = views[numbers[hit.id]].described()
+            for row, group in zip(groups or [], results.groups or [], strict=True):
+                row["view"] = views[numbers[group.hits[0].id]].described()
+        answer: dict[str, Any] = {
             "count": len(hits if groups is None else groups),
             "match": self.match,
-            "no_match_probability": None if self.none is None else _floored(self.none, 4),
+            "no_match_probability": None if results.none is None else _floored(results.none, 4),
             "hits": hits,
             "groups": groups,
             **self.guaranteed,
         }
         if self.facets:
-            results["facets"] = {name: facet.described() for name, facet in self.facets.items()}
-        return to_json(results)
+            answer["facets"] = {name: facet.described() for name, facet in self.facets.items()}
+        return to_json(answer)
 
 
 def chosen(

@@ -1,0 +1,246 @@
+"""The answer to one query: vectors of its views, hits or groups, and how likely each is right.
+
+The service, the commands and the Python library search through this module:
+
+    views, words, liked items ─► targets_of ─► results_of: hits or groups ─► probabilities
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from kinlens.embedder.calibration import CANDIDATES
+from kinlens.embedder.errors import InvalidParameterError
+from kinlens.embedder.types import Embeddings, Hit, ItemId, first_numbers
+from kinlens.embedder.views.text import TextEncoder
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.types import (
+    Entry,
+    Group,
+    Grouping,
+    Item,
+    SearchOptions,
+    best_of_views,
+    combined_query,
+)
+from kinlens.quality.calibration import Calibrated, Shares
+from kinlens.values import single
+
+
+class Searchable(Protocol):
+    """What is searched: a gallery in a folder or on Milvus, or the part that a key may see."""
+
+    @property
+    def dim(self) -> int: ...
+
+    def search(
+        self, queries: Embeddings, k: int, options: SearchOptions | None = None
+    ) -> list[list[Hit]]: ...
+
+    def search_groups(
+        self, queries: Embeddings, k: int, grouping: Grouping, options: SearchOptions | None = None
+    ) -> list[list[Group]]: ...
+
+    def entries(self, keys: Sequence[str]) -> list[Entry]: ...
+
+    def stored(self, keys: Sequence[str]) -> dict[str, Item]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a search returns.
+
+    Attributes:
+        grouping: return groups in place of hits.
+        best_view: search with each vector separately, and score an item by its best one.
+        min_probability: omit hits and groups that are less likely right.
+    """
+
+    k: int
+    options: SearchOptions = SearchOptions()  # noqa: RUF009 (it is frozen)
+    grouping: Grouping | None = None
+    best_view: bool = False
+    min_probability: float | None = None
+
+    @property
+    def by(self) -> str:
+        """The attribute that groups have in common; empty without groups."""
+        return "" if self.grouping is None else self.grouping.by
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """What a search found, best first.
+
+    Attributes:
+        hits: empty for groups.
+        groups: None unless groups were asked for.
+        views: with `best_view`, the number of the view that found each hit, or the best hit of each
+            group, by the id of the hit.
+        shares: the probabilities of the hits; None without calibration.
+        none: the probability that none of them is right.
+    """
+
+    hits: Sequence[Hit]
+    groups: Sequence[Group] | None = None
+    views: Mapping[ItemId, int] | None = None
+    shares: Shares | None = None
+    none: float | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.hits or self.groups)
+
+
+class Words(NamedTuple):
+    """The texts of a query: their vectors (M, D) and weights, and the tower that made them."""
+
+    encoder: TextEncoder
+    vectors: Embeddings
+    weights: Sequence[float]
+
+
+class Targets(NamedTuple):
+    """What to search for.
+
+    Attributes:
+        vectors: one query (1, D), or one for each view.
+        exclude: ids of items that the results must not have: those that were liked or disliked.
+        liked: the liked items.
+    """
+
+    vectors: Embeddings
+    exclude: frozenset[ItemId] = frozenset()
+    liked: Sequence[Item] = ()
+
+
+def targets_of(
+    gallery: Searchable,
+    vectors: Sequence[Embeddings],
+    weights: Sequence[float],
+    positives: Sequence[str] = (),
+    negatives: Sequence[str] = (),
+    *,
+    words: Words | None = None,
+    best_view: bool = False,
+) -> Targets:
+    """The query of views, liked and disliked items, and words.
+
+    Views and liked items are one vector: their mean, moved away from the disliked items and towards
+    the words. With `best_view`, each view is a query, moved by the words.
+
+    Args:
+        vectors: a vector (D,) for each view; with `words`, that of the whole model.
+        positives, negatives: keys of items.
+
+    Raises: ItemNotFoundError; InvalidParameterError if nothing is liked, or the parts cancel out.
+    """
+    if words is None:
+        return _liked(gallery, vectors, weights, positives, negatives, best_view)
+    encoder, dim = words.encoder, gallery.dim
+    if (positives or negatives) and encoder.dim != dim:
+        raise InvalidParameterError(
+            f"texts cannot be combined with items in a gallery of the first {dim:,} numbers "
+            "of each vector; send an image of the item, or omit texts."
+        )
+    if not (vectors or positives):
+        alone = first_numbers(encoder.joined(None, words.vectors, words.weights), dim)
+        return _liked(gallery, list(alone), [1.0], (), negatives, False)
+    targets = _liked(gallery, vectors, weights, positives, negatives, best_view)
+    moved = encoder.joined(targets.vectors, words.vectors, words.weights)
+    return targets._replace(vectors=first_numbers(moved, dim))
+
+
+def _liked(
+    gallery: Searchable,
+    vectors: Sequence[Embeddings],
+    weights: Sequence[float],
+    positives: Sequence[str],
+    negatives: Sequence[str],
+    best_view: bool,
+) -> Targets:
+    if best_view:
+        return Targets(np.stack(vectors))
+    keys = [*positives, *negatives]
+    if not keys and [*weights] == [1.0]:
+        return Targets(np.ascontiguousarray(vectors[0][np.newaxis]))
+    stored = [entry.vector for entry in gallery.entries(keys)] if keys else []
+    liked = np.array([*vectors, *stored[: len(positives)]], np.float32)
+    disliked = np.asarray(stored[len(positives) :], dtype=np.float32)
+    items = gallery.stored(keys) if keys else {}
+    target = combined_query(liked, disliked, [*weights, *[1.0] * len(positives)])
+    return Targets(
+        target[np.newaxis],
+        frozenset(item.id for item in items.values()),
+        [items[key] for key in positives if key in items],
+    )
+
+
+def results_of(
+    gallery: Searchable,
+    vectors: Embeddings,
+    wanted: Wanted,
+    calibrated: Calibrated | str = "",
+    prior: float = 0.0,
+) -> Results:
+    """The hits or groups of one query (1, D), or of a view in each row with `best_view`.
+
+    Args:
+        calibrated: the curve for probabilities, or why there is none.
+        prior: probability that the product is not in the gallery.
+
+    Raises: InvalidParameterError, FilterError, GalleryError.
+    """
+    options = wanted.options
+    # Probabilities come from the best hits of all items: a filter makes no product likelier.
+    of_all = SearchOptions(
+        exclude=options.exclude, exact=options.exact, checkpoint=options.checkpoint
+    )
+    is_of_all = wanted.grouping is None and options == of_all  # then one search is enough
+    is_deep = is_of_all and not isinstance(calibrated, str)
+    depth = max(wanted.k, CANDIDATES) if is_deep else wanted.k
+    found = _search(gallery, vectors, replace(wanted, k=depth))
+    best, hits, groups = found.hits, found.hits[: wanted.k], found.groups
+    if isinstance(calibrated, str):
+        return replace(found, hits=hits)
+    if not is_of_all:
+        plain = replace(wanted, k=CANDIDATES, options=of_all, grouping=None)
+        best = _search(gallery, vectors, plain).hits
+    answered = [*hits, *(hit for group in groups or () for hit in group.hits)]
+    shares, by = Shares(calibrated, prior, best, answered), wanted.by
+    if (least := wanted.min_probability) is not None:
+        hits = [hit for hit in hits if shares.of(hit) >= least]
+        groups = groups and [group for group in groups if shares.of_group(group, by) >= least]
+    none = shares.of_none(hits, groups, by)
+    return Results(hits, groups, found.views, shares, none)
+
+
+def _search(gallery: Searchable, vectors: Embeddings, wanted: Wanted) -> Results:
+    grouping, k, options = wanted.grouping, wanted.k, wanted.options
+    if not wanted.best_view:
+        if grouping is None:
+            return Results(gallery.search(vectors, k, options)[0])
+        return Results([], gallery.search_groups(vectors, k, grouping, options)[0])
+    if grouping is None:
+        best = best_of_views(lambda depth, whole: gallery.search(vectors, depth, whole), k, options)
+        return Results([hit for hit, _ in best], None, {hit.id: view for hit, view in best})
+    groups = best_of_views(
+        lambda depth, whole: gallery.search_groups(vectors, depth, grouping, whole), k, options
+    )
+    found_by = {group.hits[0].id: view for group, view in groups}
+    return Results([], [group for group, _ in groups], found_by)
+
+
+def prior_of(gallery: Gallery, product: str, liked: Sequence[Item], prior: float) -> float:
+    """The prior probability that no other item shows a product of the `liked` items, which are
+    excluded from the results. If all of them name their product it is known: 0 or 1.
+    """
+    named = [single(item.attributes.get(product)) for item in liked]
+    values = [value for value in named if value is not None]
+    if len(values) < len(liked):
+        return prior
+    counts = Counter((isinstance(value, bool), value) for value in values)
+    has_more = [gallery.has_more(product, value, n) for (_, value), n in counts.items()]
+    return 0.0 if any(has_more) else 1.0

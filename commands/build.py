@@ -29,16 +29,14 @@ from kinlens.commands.options import (
 from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.errors import BundleMismatchError
 from kinlens.embedder.types import SHORT
-from kinlens.indexer.addresses import ImageRoot
-from kinlens.indexer.attributes import Schema
 from kinlens.indexer.folder.layout import GalleryFolder
-from kinlens.indexer.folder.manifest import name_of
+from kinlens.indexer.folder.manifest import REPORT, name_of
 from kinlens.indexer.index.plan import IndexSettings, plan_index
-from kinlens.indexer.ingest.add import add_source, check_image_root
-from kinlens.indexer.ingest.build import BuildSettings, build_gallery, import_gallery
+from kinlens.indexer.ingest.build import BuildSettings, import_gallery
 from kinlens.indexer.ingest.shards import VectorShards
-from kinlens.indexer.ingest.sources import NO_KINDS, Source, csv_source, source_at, split_source
 from kinlens.indexer.types import VectorType
+from kinlens.library.galleries import build_source
+from kinlens.library.images import source_of
 
 app = typer.Typer()
 
@@ -109,7 +107,7 @@ def build(
         return
     if bundle is None:
         raise typer.BadParameter("Pass the model with --bundle, or pass --vectors.")
-    source = _source(images, csv, split)
+    source = source_of(_place(images, csv, split), csv=csv, split=split)
     embedder = model.open(bundle)
     dim = embedder.first(dims or embedder.dim).dim
     plan = plan_index(source.count, dim, settings, vector_type)
@@ -120,24 +118,16 @@ def build(
         )
         for line in (*source.omitted.lines(), *plan.lines()):
             stdout.print(line)
-    with progress(source.count, "Embedding", "images") as advance:
-        report = build_gallery(
-            source,
-            embedder,
-            out,
-            BuildSettings(name, batches.settings, settings, vector_type, bundle, dims),
-            advance,
-            advance.then("Indexing", source.count),
-        )
+    made = BuildSettings(name, batches.settings, settings, vector_type, bundle, dims)
+    report = build_source(source, embedder, out, made, shown=True)
     text = (
         f"Gallery {out}, generation {report.generation}: {report.indexed:,} items "
         f"({report.embedded:,} embedded, {report.reused:,} reused, "
         f"{report.duplicates:,} copies) in {report.elapsed_s:.1f} s, "
         f"{report.images_per_s:.1f} images/s."
     ) + carried_text(report.carried)
-    file = GalleryFolder(out).current() / "report.json"
-    failures = failure_lines(report.failures, report.found, f"in {file}")
-    print_report(report, json, text, *failures)
+    file = GalleryFolder(out).current() / REPORT
+    print_report(report, json, text, *failure_lines(report.failures, report.found, f"in {file}"))
     stores.calibrate(out)
     exit_with_skipped(report.failures)
 
@@ -165,21 +155,20 @@ def add(
     interrupted run, run the same command again. If images were skipped, the exit status is 3.
     `sync` also removes what is gone.
     """
-    embedder = model.open(bundle)
-    with stores.opened(gallery, image_root=image_root) as store:
-        check_image_root(store)
-        source = _source(images, csv, split, store.image_root, store.schema())
-        with progress(source.count, "Embedding", "images") as advance:
-            report = add_source(store, source, embedder, batches.settings, advance)
+    place = _place(images, csv, split)
+    opened = stores.gallery_at(gallery, model.open(bundle), image_root=image_root)
+    with opened:
+        source = opened.source(place, csv=csv, split=split)
+        report = opened.add(source, settings=batches.settings, upkeep=False)
         text = (
             f"Gallery {gallery}: {report.added:,} added, {report.replaced:,} replaced, "
             f"{report.updated:,} with new attributes, {report.unchanged:,} unchanged "
             f"({report.embedded:,} embedded) in {report.elapsed_s:.1f} s, "
-            f"{report.images_per_s:.1f} images/s; {store.size:,} items in all."
+            f"{report.images_per_s:.1f} images/s; {opened.size:,} items in all."
         )
         failures = failure_lines(report.failures, report.found, "(--json lists all of them)")
         print_report(report, json, *source.omitted.lines(), text, *failures)
-        stores.compact_if_due(store, no_compact)
+        stores.compact_if_due(opened.store, no_compact)
     exit_with_skipped(report.failures)
 
 
@@ -213,24 +202,10 @@ def _build_of_vectors(
     exit_with_skipped(skipped)
 
 
-def _source(
-    images: str | None,
-    csv: Path | None,
-    split: Path | None,
-    root: ImageRoot | None = None,
-    kinds: Schema = NO_KINDS,
-) -> Source:
-    """The images of a new gallery, or those to add to one with the image root `root`. Paths of a
-    list are relative to `images`, by default to the root, by default to the folder of the list.
-
-    Raises: SourceError; BadParameter for wrong usage.
-    """
+def _place(images: str | None, csv: Path | None, split: Path | None) -> str | None:
+    """Check that there are images, from one source. Raises: BadParameter."""
     if csv and split:
         raise typer.BadParameter("Pass --csv or --split, not both.")
-    if csv:
-        return csv_source(csv, root or images, kinds, images)
-    if split:
-        return split_source(split, root or images, images)
-    if images is None:
+    if not (images or csv or split):
         raise typer.BadParameter("Pass the folder IMAGES, or a list with --csv or --split.")
-    return source_at(images, root)
+    return images

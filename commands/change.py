@@ -7,12 +7,11 @@ from typing import Annotated, Literal
 import typer
 
 from kinlens.commands import stores
-from kinlens.commands.console import SHOWN, err, print_report, progress
+from kinlens.commands.console import SHOWN, err, print_report
 from kinlens.commands.options import JsonOption, NoCompactOption, StoreArgument, WhereOption
 from kinlens.embedder.errors import InvalidParameterError, SourceError
 from kinlens.embedder.sources.tables import PRODUCT
 from kinlens.indexer.attributes import DATE, Schema, parse_value
-from kinlens.indexer.filters.text import parse_filter
 from kinlens.indexer.filters.tree import Exists
 from kinlens.indexer.ingest.products import changes_by_key
 from kinlens.indexer.ingest.sources import csv_changes
@@ -22,6 +21,7 @@ from kinlens.values import AttributeType, AttributeValue
 app = typer.Typer()
 
 Action = Literal["drop", "retype"]
+Change = Mapping[str, AttributeValue | None]
 KeysArgument = Annotated[list[str] | None, typer.Argument(metavar="KEY", help="Keys of items.")]
 
 
@@ -62,28 +62,27 @@ def update(
     _check_usage(keys or product, assign, unset, csv, where)
     if keys and product:
         raise typer.BadParameter("Pass keys or --product, not both.")
-    with stores.opened(gallery) as store:
-        changes: Mapping[str, Mapping[str, AttributeValue | None]]
-        schema = store.schema()
+    with stores.gallery_at(gallery) as opened:
+        schema = opened.schema()
         values = assigned(assign or (), unset or (), schema)
         if where:
-            condition = parse_filter(where)
-            named = store.page(0, 1, condition).total
-            changed = store.update_where(condition, values)
+            named = opened.count(where)
+            changed = opened.patch_where(where, values)
         else:
+            column, changes = (PRODUCT if product else "key"), dict[str, Change]()
             if csv:
-                column, changes = csv_changes(csv, store.schema())
+                column, changes = csv_changes(csv, schema)
             else:
-                column = PRODUCT if product else "key"
                 changes = dict.fromkeys(product or keys or (), values)
-            changes = changes_by_key(store, changes) if column == PRODUCT else changes
-            named, changed = len(changes), store.update(changes)
+            if column == PRODUCT:
+                changes = changes_by_key(opened.store, changes)
+            named, changed = len(changes), opened.patch(changes)
         report = {"named": named, "changed": changed}
         print_report(report, json, f"{changed:,} of {named:,} items changed.")
         if not json:
             for hint in _hints(values, assign if changed else None, schema):
                 err.print(hint, soft_wrap=True)
-        stores.compact_if_due(store, False)
+        stores.compact_if_due(opened.store, False)
 
 
 def _hints(
@@ -123,23 +122,22 @@ def remove(
     """
     if sum(map(bool, (keys, where, keys_from))) != 1:
         raise typer.BadParameter("Pass exactly one of: keys, --where, --keys-from.")
-    with stores.opened(gallery) as store:
+    with stores.gallery_at(gallery) as opened:
         unknown: list[str] = []
         if where:
-            condition = parse_filter(where)
-            count = store.page(0, 1, condition).total if dry_run else store.remove_where(condition)
+            count = opened.count(where) if dry_run else opened.remove_where(where)
         else:
             chosen = list(dict.fromkeys(keys or _keys_in(keys_from)))
-            known = store.stored(chosen)
+            known = opened.store.stored(chosen)
             unknown = [key for key in chosen if key not in known]
-            count = len(known) if dry_run else store.remove(chosen)
+            count = len(known) if dry_run else opened.remove(chosen)
         verb = "would be removed" if dry_run else "removed"
-        text = f"{count:,} items {verb}; {store.size:,} items in the gallery."
+        text = f"{count:,} items {verb}; {opened.size:,} items in the gallery."
         print_report({"removed": count, "dry_run": dry_run, "unknown": unknown}, json, text)
         if unknown and not json:
             err.print(f"Not in the gallery: {_some(unknown)}", soft_wrap=True)
         if not dry_run:
-            stores.compact_if_due(store, no_compact)
+            stores.compact_if_due(opened.store, no_compact)
 
 
 @app.command(epilog="Example: kinlens-index unremove galleries/shop A17 B2")
@@ -155,11 +153,11 @@ def unremove(
     """
     if bool(keys) == bool(keys_from):
         raise typer.BadParameter("Pass either keys or --keys-from.")
-    with stores.in_folder(gallery, "does not keep removed items") as store:
+    with stores.gallery_at(gallery, lack="does not keep removed items") as opened:
         chosen = list(dict.fromkeys(keys or _keys_in(keys_from)))
-        back = {item.key for item in store.restore(chosen)}
+        back = {item.key for item in opened.restore(chosen)}
         left = [key for key in chosen if key not in back]
-        text = f"{len(back):,} items restored; {store.size:,} items in the gallery."
+        text = f"{len(back):,} items restored; {opened.size:,} items in the gallery."
         print_report({"restored": len(back), "left": left}, json, text)
         if left and not json:
             err.print(f"Not restored: {_some(left)}", soft_wrap=True)
@@ -188,24 +186,23 @@ def attributes(
         raise typer.BadParameter(
             "Pass only the gallery, or drop NAME, or retype NAME text|number|boolean."
         )
-    if name is None:
-        with stores.opened(gallery) as listed:
+    lack = "keeps attributes as they are" if name else ""
+    with stores.gallery_at(gallery, lack=lack) as opened:
+        if name is None:
             rows = [
-                {"name": each, "type": type_, "items": listed.page(0, 1, Exists(each)).total}
-                for each, type_ in listed.schema().items()
+                {"name": each, "type": type_, "items": opened.count(Exists(each))}
+                for each, type_ in opened.schema().items()
             ]
-        lines = [f"{row['name']}  {row['type']}  {row['items']:,} items" for row in rows]
-        print_report(rows, json, *(lines or ["The items have no attributes."]))
-        return
-    with stores.in_folder(gallery, "keeps attributes as they are") as store:
-        with progress(store.page(0, 1, Exists(name)).total, "Changing") as advance:
-            if kind is None:
-                items = store.drop_attribute(name, advance)
-                text = f"{items:,} items had the attribute {name}."
-            else:
-                items = store.retype_attribute(name, kind, advance)
-                text = f"{items:,} values of {name} converted."
-        stores.compact_if_due(store, False)
+            lines = [f"{row['name']}  {row['type']}  {row['items']:,} items" for row in rows]
+            print_report(rows, json, *(lines or ["The items have no attributes."]))
+            return
+        if kind is None:
+            items = opened.drop_attribute(name)
+            text = f"{items:,} items had the attribute {name}."
+        else:
+            items = opened.retype_attribute(name, kind)
+            text = f"{items:,} values of {name} converted."
+        stores.compact_if_due(opened.store, False)
         print_report({"name": name, "items": items}, json, text)
 
 

@@ -1,7 +1,7 @@
 """Output of the commands: results on stdout, progress and errors on stderr."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 
 import typer
@@ -13,7 +13,6 @@ from kinlens.embedder.programs.console import print_error
 from kinlens.embedder.programs.progress import console, progress_bar
 from kinlens.indexer.ingest.embed import Failure
 from kinlens.reports import Report
-from kinlens.values import AttributeValue
 
 SHOWN = 10
 """Number of failures or problems that are printed; a JSON report has all of them."""
@@ -90,15 +89,3 @@ def exit_if_empty(is_empty: bool, message: str) -> None:
     if is_empty:
         print_error(message)
         raise typer.Exit(1)
-
-
-def shown(attributes: Mapping[str, AttributeValue]) -> str:
-    """Attributes on one line."""
-    return ", ".join(f"{name}={written(value)}" for name, value in attributes.items())
-
-
-def written(value: AttributeValue) -> str:
-    """A value in the syntax of command options."""
-    if isinstance(value, tuple):
-        return "|".join(map(written, value))
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,7 +1,7 @@
 """kinlens-index search, show, explain: search a gallery and show items and matches."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,8 +9,9 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
+from kinlens.calls import AUTO, QueryText
 from kinlens.commands import stores
-from kinlens.commands.console import exit_if_empty, print_report, shown, written
+from kinlens.commands.console import exit_if_empty, print_report
 from kinlens.commands.options import (
     IndexDeviceOption,
     JsonOption,
@@ -20,34 +21,20 @@ from kinlens.commands.options import (
     grouped,
 )
 from kinlens.embedder import explain as where
-from kinlens.embedder.bundle import Bundle
-from kinlens.embedder.calibration import CANDIDATES
 from kinlens.embedder.errors import ItemNotFoundError, SourceError
 from kinlens.embedder.preprocess import Box, check_box, decode
-from kinlens.embedder.session import Embedder, fitted, read_pixels
-from kinlens.embedder.types import Embeddings, Hit, first_numbers
-from kinlens.embedder.views.boxes import auto_parts
-from kinlens.embedder.views.windows import windows
+from kinlens.embedder.session import read_pixels
+from kinlens.embedder.types import Hit as PlainHit
 from kinlens.indexer.filters.text import parse_filter
-from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.images import ANY_SIZE
 from kinlens.indexer.ingest.foreign import read_vectors
-from kinlens.indexer.types import (
-    Group,
-    Grouping,
-    SearchOptions,
-    VectorStore,
-    best_of_views,
-    boost_of,
-    sort_by_of,
-)
-from kinlens.quality.calibration import DEFAULT_PRIOR, Calibrated, Shares, choose
-from kinlens.quality.calibrator import Calibrator
+from kinlens.indexer.types import Group as PlainGroup
+from kinlens.indexer.types import SearchOptions, boost_of, sort_by_of
+from kinlens.library.gallery import Gallery
+from kinlens.library.hits import Group, Hit, Hits, shown, written
+from kinlens.quality.calibration import DEFAULT_PRIOR
 
 app = typer.Typer()
-
-AUTO = "auto"
-"""As --crop: the whole image and parts of it, as in the HTTP API."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +51,38 @@ class Found:
 
     gallery: str
     version: str
-    hits: Sequence[Sequence[Hit]] | None = None
-    groups: Sequence[Sequence[Group]] | None = None
+    hits: Sequence[Sequence[PlainHit]] | None = None
+    groups: Sequence[Sequence[PlainGroup]] | None = None
     crops: Sequence[Sequence[Box | None]] | None = None
     facets: Sequence[Mapping[str, Mapping[str, Any]]] | None = None
     probabilities: Sequence[Sequence[float]] | None = None
     no_match_probability: float | None = None
+
+    @classmethod
+    def of(
+        cls, gallery: Gallery, answers: Sequence[Hits], is_likely: bool, has_crops: bool
+    ) -> "Found":
+        """The answers of a gallery, with probabilities if `is_likely` and they have some."""
+        groups = [each.groups for each in answers if each.groups is not None]
+        results: Sequence[Sequence[Hit] | Sequence[Group]] = groups or answers
+        likely, none = None, answers[0].no_match_probability
+        if is_likely and none is not None:
+            likely = [[one.probability or 0.0 for one in results[0]]]
+        return cls(
+            gallery.name,
+            gallery.version,
+            None if groups else answers,
+            groups or None,
+            [[one.view.crop if one.view else None for one in results[0]]] if has_crops else None,
+            [
+                {name: one.described() for name, one in each.facets.items()}
+                for each in answers
+                if each.facets is not None
+            ]
+            or None,
+            likely,
+            none if likely else None,
+        )
 
 
 @app.command(
@@ -174,13 +187,16 @@ def search(
 
     Example: kinlens-index search galleries/shop --text "green mug" --bundle bundles/shop-words
     """
-    texts = [(each, text_weight) for each in text or ()]
-    texts += [(each, -text_weight) for each in not_text or ()]
+    texts: list[QueryText] = [{"text": one, "weight": text_weight} for one in text or ()]
+    texts += [{"text": one, "weight": -text_weight} for one in not_text or ()]
     _check_usage(image, texts, bundle, vector, like, unlike, crop)
     is_auto = crop == AUTO
-    boxes: list[Box | None] = [None] if crop is None or is_auto else [_box(crop)]
-    embedder = model.open(bundle) if bundle else None
-    wanted = SearchOptions(
+    if is_auto and any((distinct, near is not None, diversity, boost, sort_by)):
+        raise typer.BadParameter(
+            "--crop auto searches with each part; omit --distinct, --near, --diversity, --boost "
+            "and --sort-by, or pass one part."
+        )
+    options = SearchOptions(
         where=parse_filter(where) if where else None,
         min_score=min_score,
         offset=offset,
@@ -192,34 +208,23 @@ def search(
         boost=boost_of(boost) if boost else None,
         sort_by=sort_by_of(sort_by) if sort_by else None,
     )
-    if is_auto and (distinct or near is not None or wanted.reorders):
-        raise typer.BadParameter(
-            "--crop auto searches with each part; omit --distinct, --near, --diversity, --boost "
-            "and --sort-by, or pass one part."
+    embedder = model.open(bundle) if bundle else None
+    with stores.gallery_at(gallery, embedder, device=index_device or "cpu") as opened:
+        answer = opened.search(
+            read_vectors(vector).astype(np.float32) if vector else image,
+            k,
+            options,
+            texts=texts,
+            positives=like or (),
+            negatives=unlike or (),
+            crops=AUTO if is_auto else [_box(crop)] if crop else None,
+            group_by=group_by,
+            group_size=group_size,
+            facets=facets.split(",") if facets else (),
+            no_match_prior=prior,
         )
-    grouping = Grouping(group_by, group_size) if group_by else None
-    expected = None if embedder is None else embedder.bundle_id
-    with stores.opened(gallery, bundle_id=expected, device=index_device or "cpu") as store:
-        if like:
-            queries, chosen = store.query_like(like, unlike or [])
-            wanted = replace(wanted, exclude=chosen)
-        elif bundle and embedder:
-            whole, embedder = embedder, fitted(store, embedder)
-            images = None
-            if image:
-                images, boxes = _of_image(whole, bundle, image, boxes, is_auto)
-            queries = first_numbers(_with_words(whole, images, texts), store.dim)
-        else:
-            queries = read_vectors(vector or Path()).astype(np.float32)
-        names = facets.split(",") if facets else []
-        found = _found(store, queries, boxes if is_auto else None, k, wanted, grouping, names)
-        if image and not texts and embedder and isinstance(store, Gallery):
-            known = embedder.calibration, embedder.no_calibration
-            calibrated = choose(Calibrator(store).stored(), *known)
-            if not isinstance(calibrated, str):
-                best = _best(store, queries, CANDIDATES, SearchOptions(exact=exact))
-                hits = [hit for hit, _ in best]
-                found = _with_probabilities(found, calibrated, prior, hits, group_by or "")
+        answers = [answer] if isinstance(answer, Hits) else answer
+        found = Found.of(opened, answers, bool(image and not texts), is_auto)
     print_report(found, json, *_lines(found))
     exit_if_empty(
         not any(found.groups or found.hits or ()),
@@ -234,13 +239,14 @@ def show(
     json: JsonOption = False,
 ) -> None:
     """Show an item and its attributes."""
-    with stores.opened(gallery) as store:
-        item = store.stored([key]).get(key)
-        if item is None:
+    with stores.gallery_at(gallery) as opened:
+        try:
+            item = opened.item(key)
+        except ItemNotFoundError as error:
             raise ItemNotFoundError(
                 f"The gallery {gallery} has no item with the key {key!r}. Keys are case-sensitive; "
                 "the key of an image from a folder is its relative path."
-            )
+            ) from error
     facts = {**asdict(item), "attributes": shown(item.attributes)}
     print_report(item, json, *(f"{name:10} {value}" for name, value in facts.items()))
 
@@ -278,7 +284,7 @@ def explain(
 
 def _check_usage(
     image: Path | None,
-    texts: Sequence[tuple[str, float]],
+    texts: Sequence[QueryText],
     bundle: Path | None,
     vector: Path | None,
     like: list[str] | None,
@@ -306,82 +312,9 @@ def _box(crop: str) -> Box:
     return check_box(sides)
 
 
-def _of_image(
-    embedder: Embedder, bundle: Path, image: Path, boxes: list[Box | None], is_auto: bool
-) -> tuple[Embeddings, list[Box | None]]:
-    """A query for each part of an image, and the parts."""
-    if is_auto and embedder.boxes:
-        data, _ = read_pixels(image, embedder)  # which names the file of a damaged image
-        boxes = auto_parts(Bundle.open(bundle), data, embedder.limits)
-    elif is_auto:
-        boxes = windows()
-    return embedder.embed(read_pixels(image, embedder, boxes)[1]), boxes
-
-
-def _with_words(
-    embedder: Embedder, images: Embeddings | None, texts: Sequence[tuple[str, float]]
-) -> Embeddings:
-    """The queries of images, moved by words with their weights; or that of words alone."""
-    if images is not None and not texts:
-        return images
-    words, weights = zip(*texts, strict=True)
-    encoder = embedder.words()
-    return encoder.joined(images, encoder.embed(words), weights)
-
-
-def _best(
-    store: VectorStore, views: Embeddings, k: int, options: SearchOptions
-) -> list[tuple[Hit, int]]:
-    return best_of_views(lambda depth, whole: store.search(views, depth, whole), k, options)
-
-
-def _found(
-    store: VectorStore,
-    queries: Embeddings,
-    boxes: Sequence[Box | None] | None,
-    k: int,
-    wanted: SearchOptions,
-    grouping: Grouping | None,
-    facets: Sequence[str],
-) -> Found:
-    """The results of each query; with `boxes`, those of one query with a view for each box."""
-    found = Found(store.name, store.version)
-    if facets:
-        asked = [query[None] for query in queries] if boxes is None else [queries]
-        counts = [store.facets(facets, each, wanted) for each in asked]
-        described = [{name: one.described() for name, one in each.items()} for each in counts]
-        found = replace(found, facets=described)
-    if boxes is None:
-        if grouping is None:
-            return replace(found, hits=store.search(queries, k, wanted))
-        return replace(found, groups=store.search_groups(queries, k, grouping, wanted))
-    if grouping is None:
-        hits = _best(store, queries, k, wanted)
-        crops = [[boxes[view] for _, view in hits]]
-        return replace(found, hits=[[hit for hit, _ in hits]], crops=crops)
-    groups = best_of_views(
-        lambda depth, whole: store.search_groups(queries, depth, grouping, whole), k, wanted
-    )
-    crops = [[boxes[view] for _, view in groups]]
-    return replace(found, groups=[[group for group, _ in groups]], crops=crops)
-
-
-def _with_probabilities(
-    found: Found, calibrated: Calibrated, prior: float, best: Sequence[Hit], by: str
-) -> Found:
-    """The result of one query, with the probabilities of each hit or group and of no match."""
-    hits = found.hits[0] if found.hits else []
-    groups = found.groups[0] if found.groups is not None else None
-    shown = [*hits, *(hit for group in groups or () for hit in group.hits)]
-    shares = Shares(calibrated, prior, best, shown)
-    likely = [shares.of_group(group, by) for group in groups or ()] or [*map(shares.of, hits)]
-    none = shares.of_none(hits, groups, by)
-    return replace(found, probabilities=[likely], no_match_probability=none)
-
-
 def _lines(found: Found) -> Iterator[str]:
     """One line per item, with the probability that it is right if the gallery is calibrated."""
-    answers: Sequence[Sequence[Hit | Group]] = found.groups or found.hits or ()
+    answers: Sequence[Sequence[PlainHit | PlainGroup]] = found.groups or found.hits or ()
     for number, answer in enumerate(answers):
         if len(answers) > 1:
             yield f"Query {number}:"
@@ -391,7 +324,7 @@ def _lines(found: Found) -> Iterator[str]:
         crops = map(_part, found.crops[number]) if found.crops else []
         for part, probability, crop in zip_longest(answer, likely, crops):
             percent = "" if probability is None else f"  {100 * probability:3.0f} %"
-            if isinstance(part, Hit):
+            if isinstance(part, PlainHit):
                 yield _line(part, percent=percent, crop=crop or "")
                 continue
             value = "(no value)" if part.value is None else part.value
@@ -404,7 +337,7 @@ def _lines(found: Found) -> Iterator[str]:
             yield _counts(name, facet)
 
 
-def _line(hit: Hit, indent: str = "", percent: str = "", crop: str = "") -> str:
+def _line(hit: PlainHit, indent: str = "", percent: str = "", crop: str = "") -> str:
     key = f"{hit.key}{crop}"
     return f"{indent}{hit.score:.4f}{percent}  {key}  {shown(hit.attributes)}".rstrip()
 

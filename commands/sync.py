@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from kinlens.commands import stores
-from kinlens.commands.console import exit_with_skipped, failure_lines, print_report, progress
+from kinlens.commands.console import exit_with_skipped, failure_lines, print_report
 from kinlens.commands.options import (
     BatchOptions,
     ImageRootOption,
@@ -18,13 +18,8 @@ from kinlens.commands.options import (
     grouped,
 )
 from kinlens.embedder.programs.console import print_error
-from kinlens.indexer.ingest.sync import (
-    MaxRemoved,
-    SyncReport,
-    SyncSettings,
-    source_of,
-    sync_source,
-)
+from kinlens.indexer.ingest.sync import SyncReport, source_of
+from kinlens.library.stores import bundle_of
 
 app = typer.Typer()
 
@@ -74,26 +69,28 @@ def sync(
     Exits with 0 if the gallery is in step, 1 if nothing or not all was done, 3 if all was done but
     some images cannot be read; their items stay. To complete an interrupted run, repeat it.
     """
-    settings = SyncSettings(
-        MaxRemoved.parse(max_removed), uploads, checksum, dry_run, batches.settings
-    )
-    with stores.opened(gallery, image_root=image_root) as store:
-        found = source_of(store, source, csv)
-        with progress(found.count, "Comparing", "images") as compared:
-            report = sync_source(
-                store,
-                found,
-                lambda: model.open(bundle or stores.bundle_of(store)),
-                settings,
-                compared,
-                compared.then("Updating", found.count),
-            )
+    with stores.gallery_at(
+        gallery,
+        image_root=image_root,
+        open_bundle=lambda store: model.open(bundle or bundle_of(store)),
+    ) as opened:
+        found = source_of(opened.store, source, csv)
+        report = opened.sync(
+            found,
+            max_removed=max_removed,
+            uploads=uploads,
+            checksum=checksum,
+            dry_run=dry_run,
+            check=False,
+            settings=batches.settings,
+            upkeep=False,
+        )
         print_report(report, json, *_lines(report, gallery, found.omitted.lines()))
         if report.refused:
             print_error(report.refused)
             raise typer.Exit(1)
         if not dry_run:
-            stores.compact_if_due(store, no_compact)
+            stores.compact_if_due(opened.store, no_compact)
     exit_with_skipped(report.failures)
 
 

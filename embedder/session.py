@@ -208,12 +208,21 @@ def read_pixels(
     Raises: SourceError or ImageError naming the file; InvalidParameterError for a box.
     """
     data = read_file(path, embedder.limits.max_bytes)
+    return data, pixels_of(data, f"image {printable(str(path))}", embedder, boxes)
+
+
+def pixels_of(
+    data: bytes, name: str, embedder: Embedder, boxes: Sequence[Box | None] = (None,)
+) -> NDArray[np.uint8]:
+    """The pixels (N, 3, S, S) of parts of an encoded image for the model.
+
+    Raises: ImageError with the name; InvalidParameterError for a box.
+    """
     try:
         parts = ImageParts(data, embedder.limits, embedder.preprocessing.colour)
-        return data, parts.pixels(boxes, embedder.preprocessing)
+        return parts.pixels(boxes, embedder.preprocessing)
     except ImageError as error:
-        name = printable(str(path))
-        raise type(error)(f"The image {name} cannot be used: {error}") from error
+        raise type(error)(f"The {name} cannot be used: {error}") from error
 
 
 class BundleFacts:

@@ -7,8 +7,8 @@
             print(hit.key, hit.score)
 
     bundle = kinlens.load_bundle("bundles/shop")
-    gallery = kinlens.open_gallery("galleries/shop", bundle)
-    [hits] = gallery.search(bundle.embed_files(["photo.jpg"]), k=5)
+    gallery = kinlens.build("photos/", bundle, out="galleries/shop")
+    hits = gallery.search("photo.jpg", k=5, filter="price < 60")
 
 The client needs only the base install; bundles and galleries need `kinlens[cpu]` or `kinlens[gpu]`.
 Each name is imported on first use, so `import kinlens` is cheap.
@@ -21,26 +21,33 @@ from kinlens.environment import refuse_telemetry
 from kinlens.installs import missing_package
 
 if TYPE_CHECKING:
+    from kinlens.calls import NewItem
     from kinlens.client import AsyncClient, Client
     from kinlens.library.bundles import load_bundle
-    from kinlens.library.galleries import open_gallery
+    from kinlens.library.galleries import Gallery, build, create_gallery, open_gallery
     from kinlens.library.models import adapt, attach, import_model, teach_words
 
 # fmt: off
 __all__ = [
-    "AsyncClient", "Client", "__version__", "adapt", "attach", "import_model", "load_bundle",
-    "open_gallery", "teach_words",
+    "AsyncClient", "Client", "Gallery", "NewItem", "__version__", "adapt", "attach", "build",
+    "create_gallery", "import_model", "load_bundle", "open_gallery", "teach_words",
 ]
 # fmt: on
-
 __version__ = "0.2.0"
 
 refuse_telemetry()
 
-_CLIENT = {"AsyncClient": "kinlens.client", "Client": "kinlens.client"}
+_CLIENT = {
+    "AsyncClient": "kinlens.client",
+    "Client": "kinlens.client",
+    "NewItem": "kinlens.calls",
+}
 _ENGINES = ("cpu", "gpu")
 _TRAINING = ("cpu,training", "gpu,training")
 _LIBRARY = {
+    "Gallery": ("kinlens.library.galleries", _ENGINES),
+    "build": ("kinlens.library.galleries", _ENGINES),
+    "create_gallery": ("kinlens.library.galleries", _ENGINES),
     "load_bundle": ("kinlens.library.bundles", _ENGINES),
     "open_gallery": ("kinlens.library.galleries", _ENGINES),
     "adapt": ("kinlens.library.models", _TRAINING),

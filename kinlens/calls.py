@@ -418,7 +418,7 @@ def _content(image: Any) -> bytes:
         if hasattr(image, "read"):
             content = image.read()
         elif hasattr(image, "tobytes") and not isinstance(image, memoryview):
-            content = _encoded(image)
+            content = png_of(image)
     except (OSError, ValueError) as error:  # ValueError: a closed file
         reason = getattr(error, "strerror", None) or error
         raise ImageReadError(
@@ -449,8 +449,11 @@ def _file_content(path: str) -> bytes:
     raise ImageReadError(f"The image {path!r:.{_SHOWN}} {fault}. Send the path of an image file.")
 
 
-def _encoded(image: Any) -> bytes:
-    """An image of Pillow, or an array uint8 (H, W) or (H, W, 3 or 4), as a PNG file."""
+def png_of(image: Any) -> bytes:
+    """An image of Pillow, or an array uint8 (H, W) or (H, W, 3 or 4), as a PNG file.
+
+    Raises: ArgumentError.
+    """
     try:
         import PIL.Image
     except ModuleNotFoundError:

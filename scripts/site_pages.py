@@ -41,7 +41,7 @@ COMMANDS = {
     "kinlens-serve": "service.commands.program",
 }
 PYTHON = {
-    "kinlens": ("load_bundle", "open_gallery"),
+    "kinlens": ("load_bundle", "open_gallery", "create_gallery", "build", "Gallery"),
     "kinlens.client": ("Client", "AsyncClient"),
     "kinlens.calls": ("NewItem", "Query", "SearchOptions", "ImageSearchOptions"),
     "kinlens.errors": (),

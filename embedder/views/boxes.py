@@ -20,7 +20,7 @@ from PIL import Image
 from kinlens.embedder.bundle import BOXES, Bundle
 from kinlens.embedder.engines.models import SessionSettings, create_session
 from kinlens.embedder.errors import BundleCorruptError, BundleError
-from kinlens.embedder.manifest import BoxesFile, BoxesLayout
+from kinlens.embedder.manifest import BoxesFile, BoxesLayout, Colour
 from kinlens.embedder.preprocess import Box, ImageLimits, ImageParts
 from kinlens.embedder.views.windows import windows
 
@@ -164,15 +164,17 @@ class Detector:
         return self._network.run(values)
 
 
-def auto_parts(bundle: Bundle, data: bytes, limits: ImageLimits) -> list[Box | None]:
-    """The parts of an encoded image to search with: the whole image, and the best boxes that the
-    detector of the bundle finds, or windows if it fails on the image.
+def auto_parts(
+    data: bytes, limits: ImageLimits, colour: Colour, detector: Detector | None
+) -> list[Box | None]:
+    """The parts of an encoded image to search with: the whole image, and the best boxes that a
+    detector finds; windows at fixed places without one, or if it fails on the image.
 
-    Raises: BundleError, ImageError.
+    Raises: ImageError.
     """
-    detector = Detector.open(bundle)
-    image = ImageParts(data, limits, bundle.manifest.preprocessing.colour)
-    upright = image.part(min_side_px=detector.side_px)
+    if detector is None:
+        return windows()
+    upright = ImageParts(data, limits, colour).part(min_side_px=detector.side_px)
     try:
         return [None, *(one.box for one in detector.find(upright, AUTO_BOXES))]
     except BundleError:  # which does not end a search in the service either

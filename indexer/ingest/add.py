@@ -245,16 +245,21 @@ class UnlistedItems:
 
 
 def fitting(gallery: VectorStore, embedder: Embedder) -> Embedder:
-    """The model for the vectors that a gallery takes. Raises: BundleMismatchError."""
+    """The model for new vectors of a gallery. Raises: BundleMismatchError."""
+    fit = checked_fit(gallery, embedder)
+    gallery.admit(embedder.mode.precision)
+    return fit
+
+
+def checked_fit(gallery: VectorStore, embedder: Embedder) -> Embedder:
+    """The model for the vectors of a gallery. Raises: BundleMismatchError."""
     if gallery.bundle_id != embedder.bundle_id:
         raise BundleMismatchError(
             f"The gallery was built with bundle {gallery.bundle_id[:SHORT]}, not with "
             f"{embedder.bundle_id[:SHORT]}, and their vectors cannot be compared. Use the first "
             "bundle, or build another gallery."
         )
-    fit = fitted(gallery, embedder)
-    gallery.admit(embedder.mode.precision)
-    return fit
+    return fitted(gallery, embedder)
 
 
 def check_root(gallery: VectorStore, source: Source) -> None:

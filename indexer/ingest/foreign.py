@@ -59,6 +59,7 @@ class Tables:
         columns: the columns to store as attributes; None for all others.
         keys: a text file with one key per line, for a NumPy file.
         csv: a CSV list with the column `key` and attributes, in the order of the NumPy file.
+        table: a table of Arrow in place of the files, of which the first then names it.
         normalised: number of vectors read so far that were not of norm 1.
     """
 
@@ -68,6 +69,7 @@ class Tables:
     columns: Sequence[str] | None = None
     keys: Path | None = None
     csv: Path | None = None
+    table: Any = None
     normalised: int = field(default=0, init=False)
 
     def dump(self, facts: Mapping[str, str]) -> GalleryExport:
@@ -123,7 +125,7 @@ class Tables:
     def _of_tables(self, facts: Mapping[str, str]) -> GalleryExport:
         first = self.files[0]
         with damage_explained(first):
-            schema = _dataset(self.files).schema
+            schema = self._dataset().schema
         key, vector = self._key_of(schema), self._vector_of(schema)
         image = [name for name in _IMAGE if name != key and name in schema.names]
         if not {"path", "sha256"} <= {*image}:
@@ -136,7 +138,7 @@ class Tables:
     def _read(self, facts: Mapping[str, str], columns: "_Columns") -> GalleryExport:
         first, key, vector = self.files[0], columns.key, columns.vector
         with damage_explained(first):
-            table = _dataset(self.files)
+            table = self._dataset()
             count = table.count_rows()
         for name in columns.attributes:
             _check_column(first, table.schema, name)
@@ -168,6 +170,18 @@ class Tables:
         if not length:
             raise SourceError(f"{first}: the column {vector} has no vector.")
         return GalleryExport(facts, int(length), count, entries)
+
+    def _dataset(self) -> Any:
+        load_pyarrow()
+        from pyarrow import dataset
+
+        if self.table is not None:
+            return dataset.dataset(self.table)
+        kind: Any = _FORMATS.get(self.files[0].suffix.lower(), "parquet")
+        if kind == "parquet":
+            checked = dataset.ParquetFragmentScanOptions(page_checksum_verification=True)
+            kind = dataset.ParquetFileFormat(default_fragment_scan_options=checked)
+        return dataset.dataset([str(file) for file in self.files], format=kind)
 
     def _key_of(self, schema: Any) -> str:
         names = schema.names
@@ -213,20 +227,29 @@ class Tables:
         return named[0]
 
     def _units(self, file: Path, vectors: Any, keys: Sequence[str]) -> Any:
-        """The vectors (N, D) with norm 1. Raises: SourceError naming the first wrong one."""
-        given = np.asarray(vectors, np.float64)
-        norms = norms_of(given.astype(np.float32))  # float32: that is how they are stored
-        norms = np.where(np.isfinite(norms), np.sqrt((given * given).sum(axis=1)), norms)
-        wrong = np.flatnonzero(~(np.isfinite(norms) & (norms > 0)))
-        if len(wrong):
-            row = int(wrong[0])
-            fault = "is zero" if norms[row] == 0 else "has NaN or infinite components"
-            raise SourceError(
-                f"{file}: the vector of {keys[row]!r:.200} {fault}. Correct it, or remove the row."
-            )
-        others = np.abs(norms - 1) > 100 * ROUNDING
-        self.normalised += int(others.sum())
-        return (given / np.where(others, norms, 1)[:, None]).astype(np.float32)
+        units, normalised = unit_vectors(vectors, keys, str(file))
+        self.normalised += normalised
+        return units
+
+
+def unit_vectors(vectors: Any, keys: Sequence[str], place: str) -> tuple[NDArray[np.float32], int]:
+    """The vectors (N, D) with norm 1, and the number of those that had another norm.
+
+    Raises: SourceError naming the place and the first vector that is zero or not finite.
+    """
+    given = np.asarray(vectors, np.float64)
+    norms = norms_of(given.astype(np.float32))  # float32: that is how they are stored
+    norms = np.where(np.isfinite(norms), np.sqrt((given * given).sum(axis=1)), norms)
+    wrong = np.flatnonzero(~(np.isfinite(norms) & (norms > 0)))
+    if len(wrong):
+        row = int(wrong[0])
+        fault = "is zero" if norms[row] == 0 else "has NaN or infinite components"
+        raise SourceError(
+            f"{place}: the vector of {keys[row]!r:.200} {fault}. Correct it, or remove the row."
+        )
+    others = np.abs(norms - 1) > 100 * ROUNDING
+    units: NDArray[np.float32] = (given / np.where(others, norms, 1)[:, None]).astype(np.float32)
+    return units, int(others.sum())
 
 
 def read_vectors(file: Path) -> NDArray[Any]:
@@ -324,17 +347,6 @@ def is_foreign(file: Path) -> bool:
     with damage_explained(file):
         schema = load_pyarrow().parquet.read_schema(file)
     return not any(name.startswith(METADATA.encode()) for name in schema.metadata or ())
-
-
-def _dataset(files: Sequence[Path]) -> Any:
-    load_pyarrow()
-    from pyarrow import dataset
-
-    kind: Any = _FORMATS.get(files[0].suffix.lower(), "parquet")
-    if kind == "parquet":
-        checked = dataset.ParquetFragmentScanOptions(page_checksum_verification=True)
-        kind = dataset.ParquetFileFormat(default_fragment_scan_options=checked)
-    return dataset.dataset([str(file) for file in files], format=kind)
 
 
 def _check_column(file: Path, schema: Any, name: str) -> None:

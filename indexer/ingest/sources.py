@@ -3,7 +3,7 @@
 import os
 import re
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,9 @@ from kinlens.values import AttributeValue
 NO_KINDS: Schema = {}
 LIST = "list"
 """The first word in the description of a source that is a list."""
+
+ReadRows = Callable[[Sequence[str]], Iterator[Row]]
+"""Returns the rows of a list, with these columns as cells."""
 
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 
@@ -256,13 +259,44 @@ def csv_source(
         repeated key, or a path that leads out of the root.
     """
     file = _regular(file)
+    return rows_source(
+        lambda required: read_table(file, required, kinds),
+        _key_column(file),
+        file.parent,
+        str(file),
+        str(file.resolve()),
+        root,
+        folder,
+    )
+
+
+def rows_source(
+    read: ReadRows,
+    key: str,
+    here: Path,
+    name: str,
+    description: str,
+    root: ImageRoot | str | None = None,
+    folder: ImageRoot | str | None = None,
+) -> Source:
+    """The rows of a list, as in `csv_source`.
+
+    Args:
+        read: returns a new iterator over the rows, with the given columns as cells.
+        key: the column of the keys, `key` or `product`.
+        here: the folder that paths are relative to if no other is given.
+        name: of the list, for messages.
+        description: of the list, for the gallery.
+
+    Raises: the errors of `csv_source`.
+    """
     if (remote := _address_of(root, folder)) is not None:
-        base = existing_folder(file.parent)
-        rows = _ListRows(file, base, base, kinds, remote)
-        return relocated(_listed_source(base, rows.records, file, rows.names), *remote)
-    base = existing_folder(file.parent) if root is None else _local(root)
-    rows = _ListRows(file, base, base if folder is None else _local(folder), kinds)
-    return _listed_source(base, rows.records, file, rows.names)
+        base = existing_folder(here)
+        rows = _ListRows(read, key, base, base, remote)
+        return relocated(_listed_source(base, rows.records, name, description, rows.names), *remote)
+    base = existing_folder(here) if root is None else _local(root)
+    rows = _ListRows(read, key, base, base if folder is None else _local(folder))
+    return _listed_source(base, rows.records, name, description, rows.names)
 
 
 def _address_of(
@@ -313,20 +347,19 @@ class _ListRows:
 
     def __init__(
         self,
-        file: Path,
+        read: ReadRows,
+        key: str,
         root: Path,
         folder: Path,
-        kinds: Schema,
         remote: tuple[ImageAddress, str] | None = None,
     ) -> None:
-        self.file, self.root, self.folder, self.kinds = file, root, folder, kinds
+        self.root, self.folder, self.key = root, folder, key
+        self.read = partial(read, (key, "path"))
         self.shortened = None if remote is None else partial(remote[0].relative, remote[1])
-        self.key = _key_column(file)
-        self.required = (self.key, "path")
         # One product of several images is enough: the others are products as well.
         self.is_of_products = self.key == PRODUCT
         columns: frozenset[str] = frozenset()
-        for row in read_table(file, self.required, kinds):
+        for row in self.read():
             columns = frozenset(row.attributes)
             if self.is_of_products or self._is_several(row):
                 self.is_of_products = True
@@ -335,7 +368,7 @@ class _ListRows:
 
     def records(self, omitted: Omitted) -> Iterator[tuple[int, Record]]:
         """The records of each row, with its line. Raises: SourceError."""
-        for row in read_table(self.file, self.required, self.kinds):
+        for row in self.read():
             key = _checked_key(row.cells[self.key], row.position)
             values = {name: value for name, value in row.attributes.items() if value is not None}
             if self.is_of_products and values.get(PRODUCT, "") == "":
@@ -429,7 +462,7 @@ def split_source(
             yield line, _split_record(row, base, f"{file}:{line}", below)
 
     names = frozenset(name for _, record in records() for name in record.attributes)
-    return _listed_source(base, lambda _: records(), file, names)
+    return _listed_source(base, lambda _: records(), str(file), str(file.resolve()), names)
 
 
 def csv_changes(
@@ -523,7 +556,8 @@ def _regular(file: Path | str) -> Path:
 def _listed_source(
     root: Path,
     records: Callable[[Omitted], Iterator[tuple[int, Record]]],
-    file: Path,
+    name: str,
+    description: str,
     names: frozenset[str],
 ) -> Source:
     """A source over a list, which is read and checked now and read again while it is indexed."""
@@ -531,21 +565,21 @@ def _listed_source(
     hashes = array("q", (hash(record.key) for _, record in records(omitted)))  # 8 bytes per key
     if not hashes:
         faults = " ".join(fault_lines(omitted.faults)[:3])
-        raise SourceError(f"{file} lists no images. {faults or 'Add one line per image.'}")
+        raise SourceError(f"{name} lists no images. {faults or 'Add one line per image.'}")
     different, counts = np.unique(np.frombuffer(hashes, np.int64), return_counts=True)
     if len(different) < len(hashes):
-        _refuse_twice(records(Omitted()), {*different[counts > 1].tolist()}, file)
+        _refuse_twice(records(Omitted()), {*different[counts > 1].tolist()}, name)
     return Source(
         root,
         lambda: (record for _, record in records(Omitted())),
         len(hashes),
-        f"{LIST} {file.resolve()}",
+        f"{LIST} {description}",
         names,
         omitted=omitted,
     )
 
 
-def _refuse_twice(records: Iterator[tuple[int, Record]], hashes: Set[int], file: Path) -> None:
+def _refuse_twice(records: Iterator[tuple[int, Record]], hashes: Set[int], name: str) -> None:
     """Raise SourceError if a key with one of these hashes occurs twice."""
     lines: dict[str, int] = {}
     for line, record in records:
@@ -553,6 +587,6 @@ def _refuse_twice(records: Iterator[tuple[int, Record]], hashes: Set[int], file:
             first = lines.setdefault(record.key, line)
             if first != line:
                 raise SourceError(
-                    f"{file}: the key {record.key!r} is on line {first} and on line {line}. "
+                    f"{name}: the key {record.key!r} is on line {first} and on line {line}. "
                     "Give each image its own key."
                 )

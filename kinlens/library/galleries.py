@@ -1,26 +1,60 @@
-"""Galleries in the caller's process, without a service."""
+"""Galleries in the caller's process, without a service: open, create and build them."""
 
 from pathlib import Path
+from typing import Any
 
-from kinlens.embedder.errors import GalleryNotFoundError, InvalidParameterError
-from kinlens.embedder.session import OnnxEmbedder, fitted
-from kinlens.indexer.gallery import Gallery
-from kinlens.library.bundles import Device, check_folder
+from kinlens.embedder.errors import (
+    GalleryConflictError,
+    GalleryNotFoundError,
+    InvalidParameterError,
+    KinlensError,
+)
+from kinlens.embedder.programs.progress import progress_bar
+from kinlens.embedder.session import Embedder, OnnxEmbedder
+from kinlens.indexer.addresses import ImageRoot
+from kinlens.indexer.folder.manifest import name_of
+from kinlens.indexer.galleries import current_generation
+from kinlens.indexer.gallery import Gallery as Folder
+from kinlens.indexer.index.plan import IndexSettings
+from kinlens.indexer.ingest.build import BuildReport, BuildSettings, build_gallery
+from kinlens.indexer.ingest.embed import EmbedSettings
+from kinlens.indexer.ingest.sources import Source
+from kinlens.indexer.types import (
+    MILVUS,
+    OTHER_MODEL,
+    VectorType,
+    checked_name,
+)
+from kinlens.library.bundles import Device, check_folder, load_bundle
+from kinlens.library.gallery import Gallery as Gallery
+from kinlens.library.gallery import warn_of
+from kinlens.library.images import (
+    source_of,
+)
+from kinlens.library.stores import Store, fit_probabilities, open_store
+
+Model = OnnxEmbedder | Path | str
 
 
 def open_gallery(
-    path: Path | str, bundle: OnnxEmbedder | None = None, *, device: Device = "cpu"
+    path: Path | str,
+    bundle: Model | None = None,
+    *,
+    device: Device = "cpu",
+    image_root: str | None = None,
 ) -> Gallery:
-    """Open a gallery for searches and changes; close it with `close()`.
+    """Open a gallery for searches and changes; close it with `close()`, or use `with`.
 
     Args:
-        path: a folder that `kinlens-index build` wrote.
-        bundle: the model for queries. A gallery that was built with another bundle is refused. One
+        path: a folder that `build` or `kinlens-index build` wrote, or milvus://HOST:PORT/NAME.
+        bundle: the model for queries, or its folder; by default the bundle that built the gallery,
+            which the first image opens. A gallery that was built with another one is refused. One
             that was built with `--dims 64` is searched with vectors of `bundle.first(64)`.
         device: "cuda" searches on an NVIDIA GPU and needs `kinlens[gpu]`.
+        image_root: the folder or address of the images, if they were moved.
 
     Returns:
-        A gallery. `search(vectors, k)` returns the best hits of each vector.
+        A gallery. `search` takes an image, words or vectors.
 
     Raises:
         GalleryNotFoundError: the folder holds no gallery.
@@ -33,14 +67,154 @@ def open_gallery(
         >>> [hit.key for hit in hits]
         ['photo.jpg', 'second.jpg', 'third.jpg']
     """
-    if str(path).startswith("milvus://"):
+    if not str(path).startswith(MILVUS):
+        check_folder(path, GalleryNotFoundError)
+    embedder = None if bundle is None else _model(bundle)
+    expected = None if embedder is None else embedder.bundle_id
+    store = open_store(path, bundle_id=expected, image_root=image_root, device=device)
+    return _wrapped(store, embedder)
+
+
+def create_gallery(
+    path: Path | str,
+    *,
+    dim: int | None = None,
+    bundle: Model | None = None,
+    model: str = "vectors",
+    name: str | None = None,
+    vector_type: VectorType = "fp32",
+    image_root: Path | str = "",
+) -> Gallery:
+    """Create an empty gallery, for vectors of any model or for images of a bundle.
+
+    Args:
+        path: a new folder. A gallery that is there already is not replaced.
+        dim: length of the vectors of a model without a bundle, and then `model` names it.
+        bundle: the model for images, or its folder.
+        name: of the gallery in URLs; by default that of the folder.
+        vector_type: number format of stored vectors; "fp16" halves the disk and cache use.
+        image_root: the folder of images that will be added with `add`.
+
+    Raises:
+        GalleryConflictError: the folder has a gallery.
+        GalleryError: the folder has other files.
+        InvalidParameterError: neither `dim` nor a bundle is given, or a name that cannot be used.
+
+    Examples:
+        >>> gallery = kinlens.create_gallery("galleries/clip", dim=512, model="clip-vit-b32")
+        >>> report = gallery.put_many(["shoes/1", "shoes/2"], vectors)
+        >>> [hits] = gallery.search(vectors[:1], k=2)
+    """
+    if (dim is None) == (bundle is None):
         raise InvalidParameterError(
-            f"path = {path} is a gallery in Milvus; open it with kinlens.indexer.galleries."
-            "open_remote, or give the folder of a gallery."
+            "Pass dim, the length of the vectors of your own model, or bundle, the model for "
+            "images; not both."
         )
+    if dim is not None and dim < 1:
+        raise InvalidParameterError(f"dim = {dim} must be 1 or more.")
     check_folder(path, GalleryNotFoundError)
-    expected = None if bundle is None else bundle.bundle_id
-    gallery = Gallery.open(path, expected_bundle_id=expected, device=device)
-    if bundle is not None:
-        fitted(gallery, bundle)
+    if current_generation(path) is not None:
+        raise GalleryConflictError(
+            f"{path} has a gallery already. Open it with open_gallery, or pass another folder."
+        )
+    embedder: Embedder | None = None if bundle is None else _model(bundle)
+    root = "" if image_root == "" else str(Path(image_root).resolve())
+    store = Folder.create(
+        path,
+        name=checked_name(name or name_of(Path(path))),
+        bundle_id=f"{OTHER_MODEL}{model}" if embedder is None else embedder.bundle_id,
+        dim=dim or (0 if embedder is None else embedder.dim),
+        precision="fp32" if embedder is None else embedder.mode.precision,
+        vector_type=vector_type,
+        source="Python",
+        source_root=root,
+    )
+    return _wrapped(store, embedder)
+
+
+def build(
+    images: Any,
+    bundle: Model,
+    *,
+    out: Path | str,
+    name: str | None = None,
+    csv: Path | str | None = None,
+    split: Path | str | None = None,
+    root: ImageRoot | str | None = None,
+    dims: int | None = None,
+    vector_type: VectorType = "fp32",
+    index: IndexSettings | None = None,
+    settings: EmbedSettings | None = None,
+    shown: bool | None = None,
+) -> Gallery:
+    """Build a gallery from images, which stay where they are, and open it.
+
+    To resume an interrupted build, make the same call. Images that cannot be read are skipped with
+    a warning, and listed in `gallery.report.failures`. Vectors of equal images are taken from the
+    gallery that is replaced.
+
+    Args:
+        images: a folder, an address such as s3://shop/photos, a CSV list, a list of paths, or a
+            DataFrame with the columns key, path and attributes, as in lists.
+        bundle: the model, or its folder.
+        out: the folder of the gallery; its content is replaced.
+        name: of the gallery in URLs; by default that of the folder.
+        csv, split: a list whose paths are relative to `images`.
+        root: the image root; by default the folder of the images or list.
+        dims: keep the first numbers of each vector, of a model trained for it.
+        vector_type: number format of stored vectors; "fp16" halves the disk and cache use.
+        index, settings: `IndexSettings` and `EmbedSettings` of the indexer.
+        shown: whether progress bars are shown; None: in terminals and notebooks.
+
+    Raises:
+        SourceError: no image can be read, or a path leads out of the root.
+        BundleError: the bundle is missing or damaged.
+        GalleryError: `out` has other files or cannot be written.
+
+    Examples:
+        >>> gallery = kinlens.build("photos/", "bundles/shop", out="galleries/shop")
+        >>> gallery.size
+        356
+    """
+    source = source_of(images, csv=csv, split=split, root=root)
+    embedder = _model(bundle)
+    made = BuildSettings(
+        name,
+        settings or EmbedSettings(),
+        index or IndexSettings(),
+        vector_type,
+        embedder.bundle.path,
+        dims,
+    )
+    report = build_source(source, embedder, out, made, shown)
+    gallery = _wrapped(Folder.open(out, verify_hashes=False), embedder)
+    gallery.report, gallery.shown = report, shown
+    warn_of(gallery.warn, report.failures, report.found)
+    fit_probabilities(gallery.store)
     return gallery
+
+
+def build_source(
+    source: Source,
+    embedder: Embedder,
+    out: Path | str,
+    settings: BuildSettings,
+    shown: bool | None = None,
+) -> BuildReport:
+    """Build a gallery with progress bars, as `build` and `kinlens-index build` do."""
+    with progress_bar(source.count, "Embedding", "images", shown) as advance:
+        indexed = advance.then("Indexing", source.count)
+        return build_gallery(source, embedder, out, settings, advance, indexed)
+
+
+def _wrapped(store: Store, embedder: Embedder | None) -> Gallery:
+    try:
+        return Gallery(store, embedder)
+    except KinlensError:
+        store.close()
+        raise
+
+
+def _model(bundle: Any) -> Any:
+    """The model in a folder, or one that is open."""
+    return load_bundle(bundle) if isinstance(bundle, str | Path) else bundle

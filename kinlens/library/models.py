@@ -5,7 +5,6 @@ has what was measured, which a notebook shows. Errors name arguments as options 
 """
 
 import base64
-import contextlib
 import functools
 import html
 import io
@@ -493,7 +492,8 @@ def teach_words(
     out = Path(out)
     make_room(out)
     embedder = load_bundle(bundle)
-    with contextlib.closing(open_gallery(gallery, embedder)) as store:
+    with open_gallery(gallery, embedder) as opened:
+        store = opened.store
         if store.dim != embedder.dim:
             raise ExportError(
                 f"The gallery {gallery} keeps {store.dim} of the {embedder.dim} numbers of each "

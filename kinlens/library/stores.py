@@ -2,7 +2,8 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kinlens.embedder.errors import GalleryError, InvalidParameterError, KinlensError, disk_fault
@@ -14,35 +15,54 @@ from kinlens.indexer.types import MILVUS, milvus_address
 from kinlens.quality.calibrator import Calibrator
 
 Store = Gallery | MilvusStore
+Say = Callable[[str], object]
 
 
-def opened(
-    text: str, *, bundle_id: str | None = None, image_root: str | None = None, device: str = "cpu"
-) -> contextlib.closing[Store]:
-    """Open the gallery in a folder or at milvus://HOST:PORT/NAME.
-
-    Raises: GalleryError.
-    """
+def open_store(
+    place: Path | str,
+    *,
+    bundle_id: str | None = None,
+    image_root: str | None = None,
+    device: str = "cpu",
+) -> Store:
+    """Open the gallery in a folder or at milvus://HOST:PORT/NAME. Raises: GalleryError."""
+    text = str(place)
     if not text.startswith(MILVUS):
-        return contextlib.closing(
-            Gallery.open(text, expected_bundle_id=bundle_id, image_root=image_root, device=device)
+        return Gallery.open(
+            text, expected_bundle_id=bundle_id, image_root=image_root, device=device
         )
     uri, name = milvus_address(text)
-    return contextlib.closing(
-        MilvusStore.open(
-            uri, name, expected_bundle_id=bundle_id, image_root=image_root, token=milvus_token()
-        )
+    return MilvusStore.open(
+        uri, name, expected_bundle_id=bundle_id, image_root=image_root, token=milvus_token()
     )
+
+
+def opened(text: str, *, bundle_id: str | None = None) -> contextlib.closing[Store]:
+    """Open a store, and close it at the end of a block. Raises: GalleryError."""
+    return contextlib.closing(open_store(text, bundle_id=bundle_id))
 
 
 def in_folder(text: str, lack: str) -> contextlib.closing[Gallery]:
     """Open a gallery for what Milvus `lack`s. Raises: InvalidParameterError, GalleryError."""
+    refuse_milvus(text, lack)
+    return contextlib.closing(Gallery.open(text))
+
+
+def refuse_milvus(text: str, lack: str) -> None:
+    """Raises: InvalidParameterError for the address of a gallery on Milvus, which `lack`s."""
     if text.startswith(MILVUS):
         raise InvalidParameterError(
             f"{text} is on Milvus, which {lack}. Copy the gallery into a folder: kinlens-index "
             f"import {text} --out FOLDER."
         )
-    return contextlib.closing(Gallery.open(text))
+
+
+def folder_of(store: Store, lack: str) -> Gallery:
+    """A gallery for what Milvus `lack`s. Raises: InvalidParameterError for one on Milvus."""
+    if not isinstance(store, Gallery):
+        refuse_milvus(f"{MILVUS}HOST:PORT/{store.name}", lack)
+        raise AssertionError("there are two kinds of stores")
+    return store
 
 
 def milvus_token() -> str:
@@ -56,37 +76,56 @@ def bundle_of(store: Store) -> Path:
     if path is None or not path.is_dir():
         raise GalleryError(
             f"Images have to be embedded, and the bundle that built gallery {store.name} is "
-            f"{'unknown' if path is None else f'no longer in {path}'}. Pass it with --bundle."
+            f"{'unknown' if path is None else f'no longer in {path}'}. Pass it with "
+            "--bundle, or open the gallery with it in Python."
         )
     return path
 
 
 def compact_if_due(store: Store, no_compact: bool) -> None:
+    """As `keep_up`, for a command, which notes on stderr what is done."""
+    keep_up(store, compacts=not no_compact, say=note, warn=note, shown=True)
+
+
+def keep_up(
+    store: Store,
+    *,
+    compacts: bool = True,
+    say: Say = lambda _: None,
+    warn: Say = warnings.warn,
+    shown: bool | None = None,
+) -> None:
     """Compact a gallery if its changes make searches slow, and calibrate it again if outdated.
 
     Call it after the report of the changes: they are done, so a failure is only a warning.
     """
     if not isinstance(store, Gallery):
         return
-    with _failures_as_warnings():
+    with _failures_as_warnings(warn):
         reason = store.needs_compaction()
-        if reason is not None and no_compact:
-            note(f"A compaction is due: {reason}. Run kinlens-index compact.")
+        if reason is not None and not compacts:
+            say(f"A compaction is due: {reason}. Run kinlens-index compact.")
         elif reason is not None:
-            note(f"Compacting: {reason}.")
-            with progress_bar(store.size, "Indexing", shown=True) as advance:
+            say(f"Compacting: {reason}.")
+            with progress_bar(store.size, "Indexing", shown=shown) as advance:
                 store.compact(wait=True, keep_removed_s=KEEP_REMOVED_S, on_progress=advance)
-    with _failures_as_warnings():
-        Calibrator(store).fit_if_outdated()
+    fit_probabilities(store, warn)
 
 
 def calibrate(path: Path | str) -> None:
     """Fit the probabilities of a gallery that was just built. A failure is only a warning."""
     with (
-        _failures_as_warnings(),
+        _failures_as_warnings(note),
         contextlib.closing(Gallery.open(path, verify_hashes=False)) as gallery,
     ):
         Calibrator(gallery).fit_if_outdated()
+
+
+def fit_probabilities(store: Store, warn: Say = warnings.warn) -> None:
+    """Fit the probabilities of a gallery again if they are outdated. A failure is a warning."""
+    if isinstance(store, Gallery):
+        with _failures_as_warnings(warn):
+            Calibrator(store).fit_if_outdated()
 
 
 def note(text: str) -> None:
@@ -95,9 +134,9 @@ def note(text: str) -> None:
 
 
 @contextlib.contextmanager
-def _failures_as_warnings() -> Iterator[None]:
+def _failures_as_warnings(warn: Say) -> Iterator[None]:
     try:
         yield
     except (KinlensError, OSError) as error:
         why = disk_fault(error) if isinstance(error, OSError) else error
-        note(f"Warning: the changes are stored, but the upkeep of the gallery failed: {why}")
+        warn(f"Warning: the changes are stored, but the upkeep of the gallery failed: {why}")

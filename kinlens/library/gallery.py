@@ -1,0 +1,653 @@
+"""A gallery in the caller's process: searched and changed with the nouns of the client."""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Self, Unpack, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kinlens.calls import AUTO, NewItem, QueryText, QueryVector
+from kinlens.calls import SearchOptions as Asked
+from kinlens.embedder.errors import (
+    GalleryConflictError,
+    InvalidParameterError,
+    ItemNotFoundError,
+    SourceError,
+)
+from kinlens.embedder.programs.progress import progress_bar
+from kinlens.embedder.session import Embedder, OnnxEmbedder
+from kinlens.embedder.sources.names import composed
+from kinlens.embedder.types import Embeddings, ItemId
+from kinlens.indexer.attributes import Schema
+from kinlens.indexer.checks.duplicates import find_duplicates, members_of, near_score
+from kinlens.indexer.filters.json import filter_from_json
+from kinlens.indexer.filters.text import parse_filter
+from kinlens.indexer.filters.tree import Exists, Filter, check_attribute
+from kinlens.indexer.ingest.add import AddReport, add_source, check_image_root
+from kinlens.indexer.ingest.build import BuildReport
+from kinlens.indexer.ingest.embed import EmbedSettings, Failure
+from kinlens.indexer.ingest.products import changes_by_key
+from kinlens.indexer.ingest.sources import Source
+from kinlens.indexer.ingest.sync import MaxRemoved, SyncReport, SyncSettings, sync_source
+from kinlens.indexer.ingest.sync import source_of as source_to_sync
+from kinlens.indexer.types import (
+    Entry,
+    Facet,
+    Grouping,
+    Item,
+    SearchOptions,
+    Written,
+    boost_of,
+    no_key,
+    sort_by_of,
+)
+from kinlens.indexer.uploads import UploadFolder
+from kinlens.library.hits import Hit, Hits, Items, Searcher, Shape, built_bundle, frame_of, table_of
+from kinlens.library.images import (
+    Crops,
+    listed_images,
+    source_of,
+    vectors_in,
+    weighted_texts,
+)
+from kinlens.library.puts import PutReport, put_all
+from kinlens.library.stores import Say, Store, folder_of, keep_up
+from kinlens.quality.answers import Wanted
+from kinlens.quality.calibration import DEFAULT_PRIOR
+from kinlens.values import AttributeInput, AttributeType
+
+Model = OnnxEmbedder | Path | str
+_NAMED = 3
+
+FilterInput = str | Mapping[str, Any] | Filter | None
+Changes = Mapping[str, Mapping[str, AttributeInput | None]]
+
+_PAGE = 1_000
+
+
+class Gallery:
+    """A gallery of images or vectors, as `open_gallery`, `build` and `create_gallery` return it.
+
+    The methods have the names of `kinlens.Client`, without the name of the gallery. It is a context
+    manager. Several processes may search and change one gallery at the same time; a change is
+    durable when the call returns.
+
+    Attributes:
+        store: the gallery of the indexer, for what has no method here.
+        report: what `build` has done; `report.failures` lists the images that were skipped.
+        shown: whether progress bars are shown; None: in terminals and notebooks.
+        warn: called with a text about images that were skipped, and failures of the upkeep.
+
+    Examples:
+        >>> gallery = kinlens.open_gallery("galleries/shop", "bundles/shop")
+        >>> hits = gallery.search("photo.jpg", k=3, filter="price < 60")
+        >>> [hit.key for hit in hits]
+        ['photo.jpg', 'second.jpg', 'third.jpg']
+    """
+
+    report: BuildReport | None = None
+    shown: bool | None = None
+
+    def __init__(
+        self,
+        store: Store,
+        bundle: Embedder | None = None,
+        open_bundle: Callable[[Store], Embedder] = built_bundle,
+    ) -> None:
+        """Use `open_gallery`, `build` or `create_gallery`."""
+        self.store = store
+        self.warn: Say = warnings.warn
+        self._searcher = Searcher(store, bundle, open_bundle)
+
+    @property
+    def bundle(self) -> Embedder:
+        """The model for queries; by default the bundle that built the gallery, opened when needed.
+
+        Raises: GalleryError if that is unknown or gone; BundleError.
+        """
+        return self._searcher.model()
+
+    @property
+    def name(self) -> str:
+        """The name of the gallery in URLs."""
+        return self.store.name
+
+    @property
+    def dim(self) -> int:
+        """Length of a vector."""
+        return self.store.dim
+
+    @property
+    def size(self) -> int:
+        """Number of items."""
+        return self.store.size
+
+    @property
+    def bundle_id(self) -> str:
+        """The id of the bundle that computed the vectors."""
+        return self.store.bundle_id
+
+    @property
+    def version(self) -> str:
+        """sha256 (hex) that changes with every change."""
+        return self.store.version
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __bool__(self) -> bool:
+        return True  # an empty gallery is one, too
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, str) and key in self.store.stored([key])
+
+    def __repr__(self) -> str:
+        return f"<Gallery {self.name}: {self.size:,} items of {self.dim} numbers>"
+
+    def _repr_html_(self) -> str:
+        return self.items(limit=8)._repr_html_()
+
+    def close(self) -> None:
+        """Release files, memory and connections. The gallery cannot be used afterwards."""
+        self.store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def search(
+        self,
+        query: Any = None,
+        k: int = 20,
+        options: SearchOptions | None = None,
+        *,
+        text: str | None = None,
+        texts: str | Sequence[str | QueryText] | None = None,
+        vectors: Sequence[QueryVector] | None = None,
+        positives: Sequence[str] = (),
+        negatives: Sequence[str] = (),
+        crops: Crops = None,
+        combine: Literal["mean", "best"] | None = None,
+        filter: FilterInput = None,
+        offset: int = 0,
+        min_score: float | None = None,
+        min_probability: float | None = None,
+        group_by: str | None = None,
+        group_size: int = 1,
+        distinct: bool | Literal["near"] = False,
+        exact: bool = False,
+        facets: Sequence[str] = (),
+        fields: Sequence[str] | None = None,
+        diversity: float = 0.0,
+        boost: str | None = None,
+        sort_by: str | None = None,
+        no_match_prior: float = DEFAULT_PRIOR,
+    ) -> Any:
+        """Search with images, vectors, words, or items of the gallery.
+
+        Args:
+            query: an image: a path, the bytes of a file, an image of Pillow, or an array uint8
+                (H, W, 3); several images are one query. Or a vector (D,), or vectors (Q, D) of
+                floats, each of which is a query.
+            k: the number of hits, or groups.
+            options: options of the indexer, in place of those with the same names here.
+            text, texts: words, or mappings `{"text": "green", "weight": 0.5}`; they need a bundle
+                with a text tower. A weight below 0 leads away from them.
+            vectors: mappings `{"vector": [...], "weight": 0.5}`, as further views of the query.
+            positives, negatives: keys of items that the hits must be like and unlike.
+            crops: "auto", for busy photos: the whole image and parts of it. Or a list of (left,
+                top, width, height) as fractions of each image.
+            combine: "mean" of all views, or "best": an item counts with its most similar view.
+            filter: only items that match, such as `'colour = "red" and price < 20'`.
+            min_probability: omit hits that are less likely right.
+            group_by: return groups of items with one value of this attribute, as `hits.groups`.
+            distinct: of items with equal images return the best; "near": also of near-duplicates.
+            facets: attributes whose values are counted over all matching items, as `hits.facets`.
+            fields: the only attributes of the hits.
+            boost: NAME:WEIGHT or NAME:WEIGHT:FROM:TO, an attribute that is added to the score.
+            sort_by: NAME or NAME:desc, to sort the best 200.
+            no_match_prior: probability that the product is not in the gallery.
+
+        Returns:
+            The hits, a list with photos in a notebook. For vectors (Q, D), a list with the hits
+            of each, which have no probabilities.
+
+        Raises:
+            SourceError, ImageError: an image that cannot be read, by name.
+            InvalidParameterError, FilterError: a parameter outside its range.
+            BundleError: words without a text tower.
+        """
+        wanted = Wanted(
+            k,
+            options
+            or SearchOptions(
+                where=_filter(filter),
+                min_score=min_score,
+                offset=offset,
+                distinct=bool(distinct),
+                near=self._nearness() if distinct == "near" else None,
+                exact=exact,
+                diversity=diversity,
+                boost=boost_of(boost) if boost else None,
+                sort_by=sort_by_of(sort_by) if sort_by else None,
+            ),
+            Grouping(group_by, group_size) if group_by else None,
+            combine == "best" or (combine is None and crops == AUTO),
+            min_probability,
+        )
+        shape = Shape(_names("facets", facets), self._checked(fields))
+        words = weighted_texts([*([] if text is None else [text]), *listed_images(texts)])
+        plain = vectors_in(query)
+        if plain is not None and plain.ndim == 2:
+            if words[0] or vectors or positives or negatives or crops:
+                raise InvalidParameterError(
+                    "Vectors (Q, D) are searched each alone. Pass one vector (D,) to combine it "
+                    "with words, items or other vectors."
+                )
+            return self._searcher.answers(plain, wanted, shape)
+        images = listed_images(query) if plain is None else []
+        given = [*([] if plain is None else [plain]), *(vectors or ())]
+        views = self._searcher.views(images, given, crops, bool(words[0]))
+        keys = _names("positives", positives), _names("negatives", negatives)
+        return self._searcher.answer(views, words, keys, wanted, no_match_prior, shape)
+
+    def similar(self, item: str | ItemId, **options: Unpack[Asked]) -> Hits:
+        """Search with an item of the gallery, by key or id; the item itself is not returned."""
+        given: dict[str, Any] = {name: v for name, v in options.items() if v is not None}
+        hits: Hits = self.search(positives=[self.item(item).key], **given)
+        return hits
+
+    def item(self, item: str | ItemId) -> Item:
+        """An item by its key or id. Raises: ItemNotFoundError."""
+        if not isinstance(item, str):
+            return self.store.item(item)
+        found = self.store.stored([item]).get(item)
+        if found is None:
+            raise ItemNotFoundError(no_key(item))
+        return found
+
+    def items(
+        self,
+        *,
+        offset: int = 0,
+        limit: int = 50,
+        after: ItemId = -1,
+        filter: FilterInput = None,
+        key_prefix: str = "",
+        sort_by: str | None = None,
+    ) -> Items:
+        """A page of items, with photos in a notebook; `total` is the number of all that match.
+
+        Args:
+            after: only items with a higher id.
+            key_prefix: only items whose key starts with this.
+            sort_by: an attribute, "price" or "price:desc"; by default items are ordered by id.
+
+        Raises: FilterError, InvalidParameterError.
+        """
+        order = sort_by_of(sort_by) if sort_by else None
+        page = self.store.page(offset, limit, _filter(filter), key_prefix, after, order)
+        return Items(page.items, page.total, page.last, self._searcher.thumbnail)
+
+    def each_item(self, *, filter: FilterInput = None, key_prefix: str = "") -> Iterator[Item]:
+        """Iterate over all matching items, by ascending id."""
+        after, where = -1, _filter(filter)
+        while items := self.store.page(0, _PAGE, where, key_prefix, after).items:
+            yield from items
+            after = items[-1].id
+
+    def count(self, filter: FilterInput = None) -> int:
+        """The number of items, or of those that match a filter."""
+        return self.store.page(0, 0, _filter(filter)).total
+
+    def facets(self, names: Sequence[str], filter: FilterInput = None) -> dict[str, Facet]:
+        """The value counts of attributes over the items that match."""
+        options = SearchOptions(where=_filter(filter))
+        return self.store.facets(_names("names", names), None, options)
+
+    def schema(self) -> Schema:
+        """The attributes that items have had so far, and their types."""
+        return self.store.schema()
+
+    def vector(self, item: str | ItemId) -> NDArray[np.float32]:
+        """The stored vector (D,) of an item, by key or id."""
+        [entry] = self.store.entries([self.item(item).key])
+        return entry.vector
+
+    def vectors(self, keys: Sequence[str] | None = None) -> Embeddings:
+        """The stored vectors (N, D) of items in this order; None: of all, by ascending id."""
+        if keys is None:
+            found = [entry.vector for batch in self.store.scan() for entry in batch]
+        else:
+            found = [entry.vector for entry in self.store.entries(_names("keys", keys))]
+        return np.array(found, np.float32).reshape(-1, self.dim)
+
+    def image(self, item: str | ItemId, size: int | None = None) -> bytes:
+        """The image of an item, in a format that browsers show; with `size`, the longest side in
+        pixels, a JPEG.
+
+        Raises: ItemNotFoundError for an item without an image; ImageMissingError.
+        """
+        return self._searcher.image(self.item(item), size)
+
+    def to_arrow(self, *, vectors: bool = False, filter: FilterInput = None) -> Any:
+        """All matching items as a table with the columns id, key, attributes and, if asked for,
+        vector. Needs `kinlens[parquet]`.
+        """
+        items = [*self.each_item(filter=filter)]
+        columns: dict[str, list[Any]] = {
+            "id": [item.id for item in items],
+            "key": [item.key for item in items],
+        }
+        if vectors:
+            columns["vector"] = [*self.vectors([item.key for item in items])]
+        return table_of(columns, items)
+
+    def to_pandas(self, *, vectors: bool = False, filter: FilterInput = None) -> Any:
+        """The table of `to_arrow` as a DataFrame. Needs pandas."""
+        return frame_of(self.to_arrow(vectors=vectors, filter=filter))
+
+    def put(
+        self,
+        key: str,
+        image: Any = None,
+        attributes: Mapping[str, AttributeInput] | None = None,
+        *,
+        vector: Any = None,
+        keep: bool = True,
+    ) -> Item:
+        """Add an item, or replace the item with this key; returns the stored item.
+
+        Args:
+            image: a path, the bytes of a file, an image of Pillow, or an array uint8 (H, W, 3).
+            attributes: replace the stored ones; None keeps them and {} clears them.
+            vector: of the model of the gallery, in place of an image; it is divided by its norm.
+            keep: store the image in the gallery, and not only its vector.
+
+        Raises: SourceError, ImageError: the image cannot be read; InvalidParameterError.
+        """
+        item = NewItem(key, image, attributes, vector)
+        if (image is None) == (vector is None):
+            raise InvalidParameterError(f"Item {key!r:.200} needs either an image or a vector.")
+        report = put_all(self.store, lambda: self.bundle, [item], keep=keep)
+        for failure in report.failures:
+            raise SourceError(f"The image of {key!r:.200} cannot be used: {failure.reason}")
+        return self.item(composed(key))
+
+    def put_many(
+        self,
+        items: Any,
+        vectors: Any = None,
+        *,
+        keep: bool = True,
+        settings: EmbedSettings | None = None,
+        upkeep: bool = True,
+    ) -> PutReport:
+        """Add or replace any number of items, in batches.
+
+        Args:
+            items: `kinlens.NewItem` objects; or a DataFrame with the columns key, path and
+                attributes; or a DataFrame or table of Arrow with the columns key, vector and
+                attributes; or keys, with `vectors`.
+            vectors: (N, D), a row for each key; they are divided by their norms.
+            keep: store the images in the gallery, and not only their vectors.
+            settings: `EmbedSettings` of the indexer.
+            upkeep: compact the index and fit the probabilities afterwards, if that is due.
+
+        Returns: the counts, and `failures`: images that cannot be used, with their reasons. They
+            are skipped with a warning.
+
+        Raises: InvalidParameterError for an item that cannot be stored; batches before it are.
+        """
+        count = len(items) if hasattr(items, "__len__") else 0
+        with progress_bar(count, "Storing", shown=self.shown) as advance:
+            report = put_all(
+                self.store,
+                lambda: self.bundle,
+                items,
+                vectors,
+                keep=keep,
+                settings=settings,
+                on_progress=advance,
+            )
+        warn_of(self.warn, report.failures, max(count, len(report.failures)))
+        if upkeep:
+            keep_up(self.store, warn=self.warn, shown=self.shown)
+        return report
+
+    @overload
+    def add(self, source: Sequence[Entry], owned: frozenset[str] | None = None) -> Written: ...
+
+    @overload
+    def add(
+        self,
+        source: Any,
+        owned: None = None,
+        *,
+        csv: Path | str | None = None,
+        split: Path | str | None = None,
+        settings: EmbedSettings | None = None,
+        upkeep: bool = True,
+    ) -> AddReport: ...
+
+    def add(
+        self,
+        source: Any,
+        owned: frozenset[str] | None = None,
+        *,
+        csv: Path | str | None = None,
+        split: Path | str | None = None,
+        settings: EmbedSettings | None = None,
+        upkeep: bool = True,
+    ) -> AddReport | Written:
+        """Add images, which stay where they are, and update changed ones.
+
+        Unchanged images are skipped. Images that cannot be used are skipped with a warning, and
+        listed in `failures` of the report.
+
+        Args:
+            source: a folder, an address such as s3://shop/photos, a CSV list, a list of paths, or a
+                DataFrame with the columns of a list. All must be below the image root of the
+                gallery. Entries of the indexer are stored as they are, with `owned`.
+            csv, split: a list whose paths are relative to `source`.
+            settings: `EmbedSettings` of the indexer.
+            upkeep: compact the index and fit the probabilities afterwards, if that is due.
+
+        Raises: SourceError; BundleMismatchError.
+        """
+        if isinstance(source, list | tuple) and source and isinstance(source[0], Entry):
+            return self.store.add(source, owned)
+        found = self.source(source, csv=csv, split=split)
+        with progress_bar(found.count, "Embedding", "images", self.shown) as advance:
+            report = add_source(self.store, found, self.bundle, settings, advance)
+        warn_of(self.warn, report.failures, report.found)
+        if upkeep:
+            keep_up(self.store, warn=self.warn, shown=self.shown)
+        return report
+
+    def source(
+        self, images: Any, *, csv: Path | str | None = None, split: Path | str | None = None
+    ) -> Source:
+        """The images that `add` would add, such as their `count` and what is `omitted`.
+
+        Raises: SourceError, UnreachableError.
+        """
+        check_image_root(self.store)
+        root = self.store.image_root
+        return source_of(images, csv=csv, split=split, root=root, kinds=self.schema())
+
+    def sync(
+        self,
+        source: Any,
+        *,
+        csv: Path | str | None = None,
+        max_removed: str = "10%",
+        uploads: bool = False,
+        checksum: bool = False,
+        dry_run: bool = False,
+        check: bool = True,
+        settings: EmbedSettings | None = None,
+        upkeep: bool = True,
+    ) -> SyncReport:
+        """Make the gallery equal to a folder or list: add, update, rename and remove items.
+
+        Args:
+            source: a folder or address in the image root, or a CSV list.
+            csv: a list whose paths are relative to `source`.
+            max_removed: remove at most this part of the items, or this number.
+            uploads: also remove items without a file, such as those of `put`.
+            checksum: read every file, not only those with a new date.
+            dry_run: change nothing.
+            check: raise if more would be removed; else `refused` of the report gives the reason.
+            settings, upkeep: as for `add`.
+
+        Raises: GalleryConflictError if more items would be removed; SourceError.
+        """
+        found = source
+        if not isinstance(source, Source):
+            found = source_to_sync(self.store, source, None if csv is None else Path(csv))
+        limit = MaxRemoved.parse(max_removed)
+        with progress_bar(found.count, "Comparing", "images", self.shown) as compared:
+            report = sync_source(
+                self.store,
+                found,
+                lambda: self.bundle,
+                SyncSettings(limit, uploads, checksum, dry_run, settings or EmbedSettings()),
+                compared,
+                compared.then("Updating", found.count),
+            )
+        if report.refused:
+            if check:
+                raise GalleryConflictError(report.refused)
+            return report
+        warn_of(self.warn, report.failures, report.found)
+        if upkeep and not dry_run:
+            keep_up(self.store, warn=self.warn, shown=self.shown)
+        return report
+
+    def patch(self, changes: Changes) -> int:
+        """Change attributes of items by key, all items or none; None removes an attribute. Returns
+        the number of changed items.
+
+        Raises: ItemNotFoundError, InvalidParameterError.
+        """
+        return self.store.update(changes)
+
+    def update(self, changes: Changes) -> int:
+        """The former name of `patch`."""
+        return self.patch(changes)
+
+    def patch_products(self, changes: Changes) -> int:
+        """Change attributes of all items of each product, all or none. The products are values of
+        the attribute `product`.
+        """
+        return self.store.update(changes_by_key(self.store, changes))
+
+    def patch_where(self, filter: FilterInput, changes: Mapping[str, AttributeInput | None]) -> int:
+        """Change attributes of all items that match a filter; None removes an attribute."""
+        return self.store.update_where(_needed(filter), changes)
+
+    def remove(self, keys: str | Sequence[str], *, keep: Sequence[str] = ()) -> int:
+        """Remove items by key; returns the number. Unknown keys are not counted.
+
+        With `keep`, items are only removed if an item with one of these other keys exists.
+        """
+        several = [keys] if isinstance(keys, str) else keys
+        if not keep:
+            return self.store.remove(several)
+        folder = folder_of(self.store, "cannot keep the last copy of a product")
+        return folder.remove(several, keep=_names("keep", keep))
+
+    def remove_where(self, filter: FilterInput) -> int:
+        """Remove all items that match a filter; returns the number."""
+        return self.store.remove_where(_needed(filter))
+
+    def restore(self, keys: str | Sequence[str]) -> list[Item]:
+        """Restore removed items by key, within a day and before the next `compact`."""
+        several = [keys] if isinstance(keys, str) else keys
+        return folder_of(self.store, "does not keep removed items").restore(several)
+
+    def drop_attribute(self, name: str) -> int:
+        """Remove an attribute from every item; returns the number of items."""
+        folder = folder_of(self.store, "keeps attributes as they are")
+        with progress_bar(self.count(Exists(name)), "Changing", shown=self.shown) as advance:
+            return folder.drop_attribute(name, advance)
+
+    def retype_attribute(self, name: str, kind: AttributeType) -> int:
+        """Convert every value of an attribute to another type; returns the number of items."""
+        folder = folder_of(self.store, "keeps attributes as they are")
+        with progress_bar(self.count(Exists(name)), "Changing", shown=self.shown) as advance:
+            return folder.retype_attribute(name, kind, advance)
+
+    def duplicates(self, *, min_score: float | None = None, exact: bool = False) -> list[Hits]:
+        """Groups of items that probably show one product, each with the score to its first item.
+
+        Args:
+            min_score: minimum cosine; by default 0.95, or higher if products look alike.
+            exact: compare all items with all, without the index.
+        """
+        folder = folder_of(self.store, "cannot search for near-duplicates")
+        with progress_bar(self.size, "Comparing", shown=self.shown) as advance:
+            near = find_duplicates(folder, min_score=min_score, exact=exact, on_progress=advance)
+        return [
+            Hits((_hit_of(one.item, one.score) for one in group), self._searcher.thumbnail)
+            for group in members_of(folder, near.groups)
+        ]
+
+    def compact(self) -> None:
+        """Rebuild the index without removed items, which can then not be restored."""
+        folder = folder_of(self.store, "compacts galleries itself")
+        with progress_bar(self.size, "Indexing", shown=self.shown) as advance:
+            folder.compact(wait=True, on_progress=advance)
+        UploadFolder(folder.path).sweep()
+
+    def _nearness(self) -> float:
+        return near_score(folder_of(self.store, "cannot search for near-duplicates"))
+
+    def _checked(self, fields: Sequence[str] | None) -> list[str] | None:
+        """Names of attributes to return. Raises: FilterError for an unknown one."""
+        if fields is None:
+            return None
+        schema = self.schema()
+        for name in _names("fields", fields):
+            check_attribute(name, schema, "return")
+        return [*fields]
+
+
+def _filter(value: FilterInput) -> Filter | None:
+    """A filter as text, as JSON or as it is. Raises: FilterError."""
+    if value is None or value == "":
+        return None
+    if isinstance(value, str):
+        return parse_filter(value)
+    return filter_from_json(value) if isinstance(value, Mapping) else value
+
+
+def _needed(value: FilterInput) -> Filter:
+    """The filter of a change. Raises: InvalidParameterError for none: it would change all items."""
+    found = _filter(value)
+    if found is None:
+        raise InvalidParameterError("filter is empty. Name the items that are to be changed.")
+    return found
+
+
+def _names(what: str, names: Sequence[str]) -> list[str]:
+    """Raises: InvalidParameterError for a single text, whose letters would be the names."""
+    if isinstance(names, str):
+        raise InvalidParameterError(f"{what} = {names!r:.200} must be a list, as [{names!r:.80}].")
+    return [*names]
+
+
+def _hit_of(item: Item, score: float) -> Hit:
+    return Hit(item.id, item.key, score, item.attributes, item.has_image)
+
+
+def warn_of(warn: Say, failures: Sequence[Failure], found: int) -> None:
+    """A warning that names the first images that were skipped."""
+    if failures:
+        first = "; ".join(f"{one.key}: {one.reason}" for one in failures[:_NAMED])
+        warn(f"Skipped {len(failures):,} of {found:,} images, as the report lists: {first}")

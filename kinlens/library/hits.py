@@ -1,0 +1,455 @@
+"""Searches of a gallery and what they return: lists that show their images in a notebook."""
+
+import base64
+import html
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kinlens.embedder.errors import InvalidParameterError, KinlensError
+from kinlens.embedder.preprocess import render_jpeg
+from kinlens.embedder.session import Embedder, fitted
+from kinlens.embedder.types import Embeddings, ItemId, first_numbers
+from kinlens.embedder.types import Hit as PlainHit
+from kinlens.indexer.exchange.parquet import ATTRIBUTE, load_pyarrow
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.images import ANY_SIZE, item_image
+from kinlens.indexer.ingest.add import checked_fit
+from kinlens.indexer.types import Facet, Item
+from kinlens.indexer.types import Group as PlainGroup
+from kinlens.indexer.uploads import UploadFolder
+from kinlens.library.bundles import load_bundle
+from kinlens.library.images import Crops, View, Viewer, weighted_vectors
+from kinlens.library.stores import Store, bundle_of, folder_of
+from kinlens.quality.answers import Results, Wanted, Words, prior_of, results_of, targets_of
+from kinlens.quality.calibration import Calibrated, choose
+from kinlens.quality.calibrator import Calibrator
+from kinlens.values import AttributeValue, values_in
+
+Thumbnail = Callable[[ItemId], bytes | None]
+"""The thumbnail of an item, as JPEG; None if it has no image that can be shown."""
+
+_SHOWN = 60
+"""Number of items that a notebook shows."""
+
+_PRINTED = 10
+_THUMBNAIL_PX = 160
+_GRID = "display:flex;flex-wrap:wrap;gap:12px;align-items:flex-start"
+_CARD = "margin:0;width:160px;font:12px/1.4 sans-serif;overflow-wrap:anywhere"
+_PHOTO = "display:block;width:160px;height:160px;object-fit:contain;background:#8882"
+
+
+@dataclass(slots=True)
+class Hit(PlainHit):
+    """One result of a search: an item and its cosine similarity to the query, in [-1, 1].
+
+    Attributes:
+        probability: that it shows the right product, if the gallery is calibrated.
+        view: with several views, the one that found it.
+    """
+
+    probability: float | None = None
+    view: View | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Group(PlainGroup):
+    """Items with one value of an attribute, best first; None for an item without a value."""
+
+    hits: Sequence[Hit]
+    probability: float | None = None
+    view: View | None = None
+
+
+class Items(list[Item]):
+    """Items of a gallery, with photos in a notebook.
+
+    Attributes:
+        total: number of items that match, of which these are a page.
+        last: the highest id of all of them; None if it is not known.
+    """
+
+    def __init__(
+        self, items: Iterable[Item], total: int, last: ItemId | None, thumbnail: Thumbnail
+    ) -> None:
+        super().__init__(items)
+        self.total, self.last = total, last
+        self._thumbnail = thumbnail
+
+    def to_arrow(self) -> Any:
+        """A table with the columns id, key and the attributes. Needs `kinlens[parquet]`."""
+        return table_of({"id": [i.id for i in self], "key": [i.key for i in self]}, self)
+
+    def to_pandas(self) -> Any:
+        """The table of `to_arrow` as a DataFrame. Needs pandas."""
+        return frame_of(self.to_arrow())
+
+    def __repr__(self) -> str:
+        return _listing(f"{len(self)} of {self.total:,} items", map(_line, self), len(self))
+
+    def _repr_html_(self) -> str:
+        cards = (
+            _card(item.key, item.attributes, self._thumbnail(item.id)) for item in _first(self)
+        )
+        return _grid(cards, f"{len(self)} of {self.total:,} items")
+
+
+class Hits(list[Hit]):
+    """The hits of one query, best first, with photos in a notebook.
+
+    Attributes:
+        groups: with `group_by`, the groups in place of hits.
+        no_match_probability: that none of them is right, if the gallery is calibrated.
+        facets: the value counts that were asked for, over all matching items.
+    """
+
+    def __init__(
+        self,
+        hits: Iterable[Hit],
+        thumbnail: Thumbnail,
+        groups: Sequence[Group] | None = None,
+        no_match_probability: float | None = None,
+        facets: Mapping[str, Facet] | None = None,
+    ) -> None:
+        super().__init__(hits)
+        self.groups = groups
+        self.no_match_probability = no_match_probability
+        self.facets = facets
+        self._thumbnail = thumbnail
+
+    def all(self) -> list[Hit]:
+        """The hits, also those in groups."""
+        return [*self, *(hit for group in self.groups or () for hit in group.hits)]
+
+    def to_arrow(self) -> Any:
+        """A table with the columns id, key, score, probability and the attributes; with groups also
+        their value, as `group`. Needs `kinlens[parquet]`.
+        """
+        hits = self.all()
+        columns: dict[str, list[Any]] = {
+            name: [getattr(hit, name) for hit in hits]
+            for name in ("id", "key", "score", "probability")
+        }
+        if self.groups is not None:
+            columns["group"] = [group.value for group in self.groups for _ in group.hits]
+        return table_of(columns, hits)
+
+    def to_pandas(self) -> Any:
+        """The table of `to_arrow` as a DataFrame. Needs pandas."""
+        return frame_of(self.to_arrow())
+
+    def _summary(self) -> str:
+        found = f"{len(self)} hits" if self.groups is None else f"{len(self.groups)} groups"
+        if self.no_match_probability is None:
+            return found
+        return f"{found}; none of these: {100 * self.no_match_probability:.0f} %"
+
+    def __repr__(self) -> str:
+        hits = self.all()
+        lines = (f"{hit.score:.4f}{_percent(hit)}  {_line(hit)}" for hit in hits)
+        return _listing(self._summary(), lines, len(hits))
+
+    def _repr_html_(self) -> str:
+        if self.groups is None:
+            return _grid(self._cards(self), self._summary())
+        rows = (
+            f"<p>{_text('(no value)' if group.value is None else group.value)} "
+            f"{group.score:.4f}</p>{_grid(self._cards(group.hits))}"
+            for group in _first(self.groups)
+        )
+        return f"<p>{self._summary()}</p>{''.join(rows)}"
+
+    def _cards(self, hits: Sequence[Hit]) -> Iterator[str]:
+        for hit in _first(hits):
+            head = f"{hit.score:.4f}{_percent(hit)}"
+            yield _card(hit.key, hit.attributes, self._thumbnail(hit.id), head)
+
+
+class Views(NamedTuple):
+    """The views of a query, their vectors (D,) and weights."""
+
+    parts: list[View]
+    vectors: list[NDArray[np.float32]]
+    weights: list[float]
+
+
+class Shape(NamedTuple):
+    """What hits have besides their items: counts of `facets`, and only the attributes `fields`."""
+
+    facets: list[str]
+    fields: list[str] | None
+
+
+def built_bundle(store: Store) -> Embedder:
+    """The bundle that built a gallery. Raises: GalleryError if its folder is unknown or gone."""
+    return load_bundle(bundle_of(store))
+
+
+class Searcher:
+    """Answers the queries of one gallery, by the model of its bundle."""
+
+    def __init__(
+        self,
+        store: Store,
+        bundle: Embedder | None,
+        open_bundle: Callable[[Store], Embedder],
+    ) -> None:
+        """Raises: BundleMismatchError if the bundle does not fit the gallery."""
+        self._store = store
+        self._bundle = bundle
+        self._open_bundle = open_bundle
+        self._viewer: Viewer | None = None
+        self._calibrator = Calibrator(store) if isinstance(store, Gallery) else None
+        if bundle is not None:
+            fitted(store, bundle)
+
+    def model(self) -> Embedder:
+        """The bundle that was passed, or the one that is opened now.
+
+        Raises: GalleryError if it is unknown or gone; BundleMismatchError; BundleError.
+        """
+        if self._bundle is None:
+            bundle = self._open_bundle(self._store)
+            checked_fit(self._store, bundle)
+            self._bundle = bundle
+        return self._bundle
+
+    def image(self, item: Item, size: int | None = None) -> bytes:
+        """The image of an item; with `size`, a JPEG whose longest side has that many pixels.
+
+        Raises: ItemNotFoundError for an item without an image; ImageMissingError.
+        """
+        if item.path or not item.has_image:
+            data = item_image(self._store.image_root, item).data
+        else:
+            folder = folder_of(self._store, "has its uploaded images elsewhere")
+            data = UploadFolder(folder.path).read(item.sha256)
+        return data if size is None else render_jpeg(data, ANY_SIZE, size)
+
+    def thumbnail(self, item_id: ItemId) -> bytes | None:
+        """A thumbnail of an item; None if it has no image that can be shown."""
+        try:
+            return self.image(self._store.item(item_id), _THUMBNAIL_PX)
+        except (KinlensError, OSError):
+            return None  # such as a file that was removed: the others are shown
+
+    def views(
+        self, images: Sequence[Any], vectors: Sequence[Any], crops: Crops, has_words: bool
+    ) -> Views:
+        """The views of a query; with words, their vectors are those of the whole model.
+
+        Raises: SourceError, ImageError, InvalidParameterError, BundleError.
+        """
+        if crops and not images:
+            raise InvalidParameterError("crops are parts of an image, and the search has none.")
+        dim = self._store.dim
+        whole = self.model().dim if has_words else dim
+        parts: list[View] = []
+        found: list[NDArray[np.float32]] = []
+        if images:
+            if self._viewer is None:
+                self._viewer = Viewer(self.model())
+            parts, made = self._viewer.views(images, crops)
+            found = [*first_numbers(made, whole)]
+        more, weights = weighted_vectors(vectors, whole)
+        parts += [View(vector=number) for number in range(1, len(more) + 1)]
+        return Views(parts, [*found, *more], [*[1.0] * len(found), *weights])
+
+    def answer(
+        self,
+        views: Views,
+        texts: tuple[list[str], list[float]],
+        keys: tuple[list[str], list[str]],
+        wanted: Wanted,
+        prior: float,
+        shape: Shape,
+    ) -> Hits:
+        """The answer to one query of views, words, liked and disliked items.
+
+        Raises: InvalidParameterError, ItemNotFoundError, FilterError, BundleError.
+        """
+        store, words = self._store, self._words(*texts) if texts[0] else None
+        wanted = replace(wanted, best_view=wanted.best_view and bool(views.parts))
+        _check(views, words, keys, wanted)
+        targets = targets_of(
+            store, views.vectors, views.weights, *keys, words=words, best_view=wanted.best_view
+        )
+        exclude = wanted.options.exclude | targets.exclude
+        wanted = replace(wanted, options=replace(wanted.options, exclude=exclude))
+        calibrated = self._calibrated() if words is None else "scores of words are not calibrated"
+        if isinstance(calibrated, str) and wanted.min_probability is not None:
+            raise InvalidParameterError(
+                f"min_probability = {wanted.min_probability:g} needs probabilities, and this "
+                f"search has none ({calibrated.rstrip('.')}). Pass min_score instead."
+            )
+        if not views.parts and isinstance(store, Gallery) and isinstance(calibrated, Calibrated):
+            prior = prior_of(store, calibrated.product, targets.liked, prior)
+        results = results_of(store, targets.vectors, wanted, calibrated, prior)
+        return self._shaped(results, targets.vectors, wanted, shape, views.parts)
+
+    def answers(self, queries: Embeddings, wanted: Wanted, shape: Shape) -> list[Hits]:
+        """The answers to vectors (Q, D), in one search of the index.
+
+        Raises: InvalidParameterError, FilterError.
+        """
+        k, options = wanted.k, wanted.options
+        if wanted.min_probability is not None:
+            raise InvalidParameterError(
+                "min_probability needs one query. Pass one vector (D,), or min_score."
+            )
+        if wanted.grouping is None:
+            results = [Results(hits) for hits in self._store.search(queries, k, options)]
+        else:
+            grouped = self._store.search_groups(queries, k, wanted.grouping, options)
+            results = [Results([], groups) for groups in grouped]
+        return [
+            self._shaped(found, query[None], wanted, shape)
+            for found, query in zip(results, queries, strict=True)
+        ]
+
+    def _words(self, texts: Sequence[str], weights: Sequence[float]) -> Words:
+        encoder = self.model().words()
+        return Words(encoder, encoder.embed(texts), weights)
+
+    def _calibrated(self) -> Calibrated | str:
+        """The curve for probabilities, or the reason why there is none."""
+        if self._calibrator is None:
+            return "galleries on Milvus are not calibrated"
+        if (stored := self._calibrator.stored()) is None:
+            return choose(None, None, None)
+        if self._bundle is None:
+            return choose(stored, None, "no bundle is open")
+        bundle = fitted(self._store, self._bundle)
+        return choose(stored, bundle.calibration, bundle.no_calibration)
+
+    def _shaped(
+        self,
+        results: Results,
+        queries: Embeddings,
+        wanted: Wanted,
+        shape: Shape,
+        views: Sequence[View] = (),
+    ) -> Hits:
+        """The results of one query; `views` are its views if results name some."""
+        numbers, shares = results.views or {}, results.shares
+
+        def hit_of(hit: PlainHit) -> Hit:
+            attributes = hit.attributes
+            if shape.fields is not None:
+                attributes = {n: attributes[n] for n in shape.fields if n in attributes}
+            probability = None if shares is None else shares.of(hit)
+            view = views[numbers[hit.id]] if hit.id in numbers else None
+            return Hit(hit.id, hit.key, hit.score, attributes, hit.has_image, probability, view)
+
+        def group_of(group: PlainGroup) -> Group:
+            members = [hit_of(hit) for hit in group.hits]
+            probability = None if shares is None else shares.of_group(group, wanted.by)
+            return Group(group.value, group.score, members, probability, members[0].view)
+
+        names, facets = shape.facets, None
+        if names:
+            facets = self._store.facets(names, queries, wanted.options)
+        groups = None if results.groups is None else [*map(group_of, results.groups)]
+        return Hits(map(hit_of, results.hits), self.thumbnail, groups, results.none, facets)
+
+
+def _check(
+    views: Views, words: Words | None, keys: tuple[list[str], list[str]], wanted: Wanted
+) -> None:
+    """Raise InvalidParameterError for parts of a query that do not fit each other."""
+    if not (views.parts or words or keys[0]):
+        raise InvalidParameterError(
+            "The search has nothing to look for. Pass an image, a vector, text or positives."
+        )
+    options = wanted.options
+    is_moved = any((*keys, options.distinct, options.near is not None, options.reorders))
+    if wanted.best_view and is_moved:
+        raise InvalidParameterError(
+            'combine = "best", as with crops = "auto", searches with each view; omit positives, '
+            "negatives, distinct, diversity, boost and sort_by."
+        )
+    if wanted.best_view and any(weight != 1 for weight in views.weights):
+        raise InvalidParameterError(
+            'combine = "best" searches with each vector alone, where a weight has no effect; omit '
+            'the weights, or pass combine = "mean".'
+        )
+
+
+def table_of(
+    columns: Mapping[str, Sequence[Any]], items: Sequence[PlainHit] | Sequence[Item]
+) -> Any:
+    """A table of Arrow: these columns, and one for each attribute of the items.
+
+    An attribute with the name of another column gets the prefix `attribute.`; one of which an item
+    has several values is a list for all.
+    """
+    names = sorted({name for item in items for name in item.attributes})
+    table = dict(columns)
+    for name in names:
+        values = [item.attributes.get(name) for item in items]
+        if any(isinstance(value, tuple) for value in values):
+            values = [None if value is None else values_in(value) for value in values]
+        table[f"{ATTRIBUTE}{name}" if name in columns else name] = values
+    return load_pyarrow().table(table)
+
+
+def frame_of(table: Any) -> Any:
+    """A table of Arrow as a DataFrame of pandas."""
+    return table.to_pandas()
+
+
+def _first(values: Sequence[Any]) -> Sequence[Any]:
+    return values[:_SHOWN]
+
+
+def _percent(hit: Hit) -> str:
+    return "" if hit.probability is None else f"  {100 * hit.probability:.0f} %"
+
+
+def _line(item: Item | Hit) -> str:
+    return f"{item.key}  {shown(item.attributes)}".rstrip()
+
+
+def shown(attributes: Mapping[str, AttributeValue]) -> str:
+    """Attributes on one line."""
+    return ", ".join(f"{name}={written(value)}" for name, value in attributes.items())
+
+
+def written(value: AttributeValue) -> str:
+    """A value in the syntax of command options."""
+    if isinstance(value, tuple):
+        return "|".join(map(written, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _listing(summary: str, lines: Iterable[str], count: int) -> str:
+    printed = [line for line, _ in zip(lines, range(_PRINTED), strict=False)]
+    more = [f"... and {count - _PRINTED:,} more"] if count > _PRINTED else []
+    return "\n".join([summary, *printed, *more])
+
+
+def _text(value: object) -> str:
+    return html.escape(str(value))
+
+
+def _card(
+    key: str, attributes: Mapping[str, AttributeValue], jpeg: bytes | None, head: str = ""
+) -> str:
+    if jpeg is None:
+        photo = f'<div style="{_PHOTO}"></div>'
+    else:
+        address = f"data:image/jpeg;base64,{base64.b64encode(jpeg).decode()}"
+        photo = f'<img style="{_PHOTO}" alt="" src="{address}">'
+    lines = "".join(f"<br>{_text(name)}: {_text(written(v))}" for name, v in attributes.items())
+    return (
+        f'<figure style="{_CARD}">{photo}<figcaption>{_text(head)} <b>{_text(key)}</b>{lines}'
+        "</figcaption></figure>"
+    )
+
+
+def _grid(cards: Iterable[str], summary: str = "") -> str:
+    title = f"<p>{_text(summary)}</p>" if summary else ""
+    return f'{title}<div style="{_GRID}">{"".join(cards)}</div>'

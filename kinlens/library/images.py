@@ -1,0 +1,366 @@
+"""What a query and a source of images may be: files, bytes, pixels, vectors, folders and lists."""
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image as Pillow
+
+from kinlens.calls import AUTO, QueryText, QueryVector, png_of
+from kinlens.embedder.errors import InvalidParameterError, SourceError
+from kinlens.embedder.preprocess import Box, check_box
+from kinlens.embedder.session import BundleFacts, Embedder, pixels_of
+from kinlens.embedder.sources.names import printable, read_file
+from kinlens.embedder.sources.tables import PRODUCT
+from kinlens.embedder.types import Embeddings
+from kinlens.embedder.views.boxes import Detector, auto_parts
+from kinlens.errors import ArgumentError
+from kinlens.indexer.addresses import REMOTE, ImageAddress, ImageRoot
+from kinlens.indexer.attributes import Schema
+from kinlens.indexer.ingest.sources import (
+    NO_KINDS,
+    ReadRows,
+    Source,
+    csv_source,
+    rows_source,
+    source_at,
+    split_source,
+)
+from kinlens.indexer.ingest.tables import Row, split_kind
+from kinlens.values import AttributeValue, is_missing, plain
+
+Crops = Sequence[Sequence[float]] | str | None
+_SHOWN = 200
+_FRAME = "the DataFrame"
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """The part of a query that found a hit: the position of its image, from 1, and its crop (None:
+    the whole image); or the position of its vector.
+    """
+
+    image: int | None = None
+    crop: Box | None = None
+    vector: int | None = None
+
+
+class NamedImage(NamedTuple):
+    """The bytes of an image file, and its name for messages."""
+
+    name: str
+    data: bytes
+
+
+def read_image(image: Any, max_bytes: int, number: int | None = None) -> NamedImage:
+    """An image as the bytes of a file.
+
+    Args:
+        image: a path, the bytes of a file, an open file, an image of Pillow, or an array of pixels,
+            uint8 (H, W) or (H, W, 3).
+        number: its position among several, from 1, for messages.
+
+    Raises: SourceError naming a file that cannot be read; ImageTooManyBytesError;
+        InvalidParameterError for anything else.
+    """
+    name = "image" if number is None else f"image {number}"
+    if isinstance(image, str | os.PathLike):
+        path = os.fsdecode(image)
+        return NamedImage(f"image {printable(path)}", read_file(path, max_bytes))
+    if isinstance(image, bytes | bytearray | memoryview):
+        return NamedImage(name, bytes(image))
+    if hasattr(image, "read"):
+        return NamedImage(f"image {getattr(image, 'name', name)}", image.read())
+    if is_pixels(image):
+        try:
+            return NamedImage(name, png_of(image))
+        except ArgumentError as error:
+            raise InvalidParameterError(str(error)) from error
+    raise InvalidParameterError(
+        f"{image!r:.{_SHOWN}} is not an image. Pass the path of a file, its bytes, an image of "
+        "Pillow, or an array uint8 (H, W, 3)."
+    )
+
+
+def is_pixels(value: Any) -> bool:
+    """Whether a value is an image of Pillow, or an array of bytes with two or three axes."""
+    if isinstance(value, Pillow.Image):
+        return True
+    return str(getattr(value, "dtype", "")) == "uint8" and getattr(value, "ndim", 0) in (2, 3)
+
+
+def vectors_in(value: Any) -> NDArray[np.float32] | None:
+    """The vectors (D,) or (Q, D) in an array or a list of numbers; None for anything else."""
+    if isinstance(value, Pillow.Image) or is_pixels(value):
+        return None
+    first = value
+    while isinstance(first, list | tuple) and first:
+        first = first[0]
+    if not (hasattr(first, "__array__") or isinstance(first, int | float)):
+        return None
+    try:
+        found = np.asarray(value)
+    except ValueError as error:
+        raise InvalidParameterError(
+            f"The query is no array of vectors: {error}. Give each vector the same length."
+        ) from error
+    if found.dtype.kind not in "fiu" or found.ndim not in (1, 2):
+        return None
+    return found.astype(np.float32, copy=False)
+
+
+def listed_images(value: Any) -> list[Any]:
+    """One image or several as a list."""
+    if value is None:
+        return []
+    return [*value] if isinstance(value, list | tuple) else [value]
+
+
+class Viewer:
+    """Turns images into views of a query, by one model."""
+
+    def __init__(self, embedder: Embedder) -> None:
+        self._embedder = embedder
+        self._detector: Detector | None = None
+
+    def views(self, images: Sequence[Any], crops: Crops) -> tuple[list[View], Embeddings]:
+        """A view for each image or crop of it, and their vectors (V, D).
+
+        Raises: the errors of `read_image`; ImageError naming the image; InvalidParameterError for a
+            crop that is not in the image; BundleError.
+        """
+        embedder = self._embedder
+        views: list[View] = []
+        pixels: list[NDArray[np.uint8]] = []
+        for number, image in enumerate(images, 1):
+            named = read_image(
+                image, embedder.limits.max_bytes, number if len(images) > 1 else None
+            )
+            if crops == AUTO:
+                pixels_of(named.data, named.name, embedder)  # which names a damaged image
+            boxes = self._boxes(named.data, crops)
+            pixels.append(pixels_of(named.data, named.name, embedder, boxes))
+            views += [View(number, box) for box in boxes]
+        return views, embedder.embed(np.concatenate(pixels))
+
+    def _boxes(self, data: bytes, crops: Crops) -> Sequence[Box | None]:
+        if crops == AUTO:
+            embedder = self._embedder
+            known = self._detector
+            if known is None and isinstance(embedder, BundleFacts) and embedder.boxes:
+                self._detector = Detector.open(embedder.bundle)
+            return auto_parts(data, embedder.limits, embedder.preprocessing.colour, self._detector)
+        try:
+            if isinstance(crops, str):
+                raise TypeError
+            return [check_box(crop) for crop in crops or ()] or [None]
+        except TypeError:
+            raise InvalidParameterError(
+                f'crops = {crops!r:.{_SHOWN}} must be "auto", or a list of (left, top, width, '
+                "height) as fractions of the image."
+            ) from None
+
+
+def weighted_vectors(
+    vectors: Sequence[QueryVector | NDArray[np.float32]], dim: int
+) -> tuple[list[NDArray[np.float32]], list[float]]:
+    """The vectors (D,) of a query with norm 1, and their weights. Raises: InvalidParameterError."""
+    found, weights = [], []
+    for sent in vectors:
+        given: Any = sent if isinstance(sent, Mapping) else {"vector": sent}
+        vector = vectors_in(given.get("vector"))
+        if vector is None or vector.ndim != 1:
+            raise InvalidParameterError(
+                f"vectors has {sent!r:.{_SHOWN}}; pass mappings with a vector, such as "
+                '[{"vector": [0.6, 0.8], "weight": 0.5}].'
+            )
+        if len(vector) != dim:
+            raise InvalidParameterError(
+                f"A vector of the search has {len(vector):,} numbers, and this gallery takes "
+                f"{dim:,}. Pass vectors of its model."
+            )
+        found.append(vector)
+        weights.append(float(given.get("weight", 1.0)))
+    return found, weights
+
+
+def weighted_texts(
+    texts: str | Sequence[str | QueryText] | None,
+) -> tuple[list[str], list[float]]:
+    """The texts of a query and their weights. Raises: InvalidParameterError."""
+    several = [texts] if isinstance(texts, str) else texts or ()
+    sent: list[QueryText] = [{"text": t} if isinstance(t, str) else t for t in several]
+    try:
+        return [one["text"] for one in sent], [float(one.get("weight", 1.0)) for one in sent]
+    except (TypeError, KeyError, AttributeError, ValueError):
+        raise InvalidParameterError(
+            f"texts = {texts!r:.{_SHOWN}} must be a text, or a list of texts and of mappings such "
+            'as {"text": "green", "weight": 0.5}.'
+        ) from None
+
+
+def is_frame(value: Any) -> bool:
+    """Whether a value is a DataFrame of pandas."""
+    return hasattr(value, "columns") and hasattr(value, "iloc")
+
+
+def source_of(
+    images: Any,
+    *,
+    csv: Path | str | None = None,
+    split: Path | str | None = None,
+    root: ImageRoot | str | None = None,
+    kinds: Schema = NO_KINDS,
+) -> Source:
+    """The images to put into a gallery.
+
+    Args:
+        images: a folder, an address such as s3://shop/photos, a CSV list, a list of paths, a
+            DataFrame with the columns of a list, or a source. None with `csv` or `split`.
+        csv, split: a list whose paths are relative to `images`, by default to `root`, by default to
+            the folder of the list.
+        root: the image root of the gallery; None for a new one.
+        kinds: the types of attributes in the gallery.
+
+    Raises: SourceError, UnreachableError.
+    """
+    if isinstance(images, Source):
+        return images
+    if csv is not None:
+        return csv_source(csv, root or images, kinds, images)
+    if split is not None:
+        return split_source(split, root or images, images)
+    if is_frame(images):
+        return _of_frame(images, root, kinds)
+    if isinstance(images, list | tuple):
+        return _of_paths(images, root)
+    if not isinstance(images, str | os.PathLike | ImageAddress):
+        raise SourceError(
+            f"{images!r:.{_SHOWN}} is no source of images. Pass a folder, a CSV list, a list of "
+            "paths, or a DataFrame with the columns key and path."
+        )
+    place = str(images)
+    if REMOTE not in place and place.lower().endswith(".csv") and Path(place).is_file():
+        return csv_source(place, root, kinds)
+    return source_at(place, root)
+
+
+def _of_paths(paths: Sequence[Any], root: ImageRoot | str | None) -> Source:
+    """Image files, whose keys are their paths below the root: by default their common folder."""
+    if not paths:
+        raise SourceError("The list of images is empty. Pass at least one path.")
+    files = [_real(path) for path in paths]
+    base = Path(os.path.commonpath([file.parent for file in files])) if root is None else root
+    rows = [{"key": _below(file, base), "path": str(file)} for file in files]
+    return _listed(rows, "key", "the list of paths", "of paths", base)
+
+
+def _real(path: Any) -> Path:
+    """An absolute path in its real folder. Raises: SourceError."""
+    try:
+        file = Path(os.fsdecode(path))
+    except TypeError:
+        raise SourceError(
+            f"The list of images has {path!r:.{_SHOWN}}, which is no path. Put other images with "
+            "put_many."
+        ) from None
+    return file.parent.resolve() / file.name
+
+
+def _below(file: Path, root: ImageRoot | str) -> str:
+    return Path(os.path.relpath(file, os.path.realpath(str(root)))).as_posix()
+
+
+def frame_items(frame: Any) -> Iterator[tuple[str, str, Mapping[str, AttributeValue]]]:
+    """The key, image file and attributes of each row of a DataFrame. Raises: SourceError."""
+    key, rows = _rows_of(frame)
+    for row in _reader(rows, _FRAME, NO_KINDS)((key, "path")):
+        values = {name: value for name, value in row.attributes.items() if value is not None}
+        yield row.cells[key], row.cells["path"], values
+
+
+def _rows_of(frame: Any) -> tuple[str, list[dict[str, Any]]]:
+    """The column of the keys, and the rows by column. Raises: SourceError."""
+    columns = [str(name) for name in frame.columns]
+    if "path" not in columns:
+        raise SourceError(
+            f"The DataFrame has the columns {', '.join(columns)}; it needs path, the image files, "
+            "and key or product, unless the path is the key."
+        )
+    rows = [{str(n): v for n, v in row.items()} for row in frame.to_dict("records")]
+    key = next((name for name in ("key", PRODUCT) if name in columns), "key")
+    return key, rows if key in columns else [{"key": row["path"], **row} for row in rows]
+
+
+def _of_frame(frame: Any, root: ImageRoot | str | None, kinds: Schema) -> Source:
+    key, rows = _rows_of(frame)
+    if root is None and rows:
+        # Relative paths are those of this process, and the root is what all have in common.
+        files = [[_real(path) for path in _listed_paths(row["path"])] for row in rows]
+        root = os.path.commonpath([file.parent for several in files for file in several])
+        rows = [
+            {**row, "path": [*map(str, several)]} for row, several in zip(rows, files, strict=True)
+        ]
+    return _listed(rows, key, _FRAME, "in a DataFrame", root, kinds)
+
+
+def _listed_paths(cell: Any) -> Sequence[Any]:
+    return cell if isinstance(cell, list | tuple) else [cell]
+
+
+def _listed(
+    rows: Sequence[Mapping[str, Any]],
+    key: str,
+    name: str,
+    description: str,
+    root: ImageRoot | str | None,
+    kinds: Schema = NO_KINDS,
+) -> Source:
+    return rows_source(_reader(rows, name, kinds), key, Path(), name, description, root)
+
+
+def _reader(rows: Sequence[Mapping[str, Any]], name: str, kinds: Schema) -> ReadRows:
+    """Reads the rows of a table as those of a list."""
+
+    def read(required: Sequence[str]) -> Iterator[Row]:
+        for number, row in enumerate(rows, 1):
+            position = f"row {number} of {name}"
+            cells = {column: _cell(row.get(column), column, position) for column in required}
+            values = dict(
+                _attribute(typed, value, kinds, position)
+                for typed, value in row.items()
+                if typed not in required
+            )
+            yield Row(number, position, cells, values)
+
+    return read
+
+
+def _cell(value: Any, name: str, position: str) -> str:
+    if isinstance(value, list | tuple) and len(value) == 1:
+        [value] = value
+    if isinstance(value, list | tuple):
+        return json.dumps([*map(os.fsdecode, value)])
+    if value is None or is_missing(value) or not str(value).strip():
+        raise SourceError(f"{position} has no {name}. Give it one, or drop the row.")
+    return os.fsdecode(value) if isinstance(value, os.PathLike) else str(value).strip()
+
+
+def _attribute(
+    typed: str, value: Any, kinds: Schema, position: str
+) -> tuple[str, AttributeValue | None]:
+    """Name and value of an attribute; a text in a column such as `price:number` is converted."""
+    try:
+        name, kind = split_kind(typed)
+        if value is None or is_missing(value):
+            return name, None
+        if isinstance(value, str) and (wanted := kind.kind or kinds.get(name)):
+            return name, kind._replace(kind=wanted).value_of(value)
+        return name, plain(value)
+    except ValueError as error:
+        raise SourceError(f"{position}: {typed} = {value!r:.80}: {error}.") from error

@@ -46,6 +46,7 @@ PYTHON = {
     "kinlens.calls": ("NewItem", "Query", "SearchOptions", "ImageSearchOptions"),
     "kinlens.errors": (),
     "kinlens.langchain": ("KinlensRetriever",),
+    "kinlens.library.bundles": ("LoadedBundle",),
     "kinlens.models": (),
 }
 TIDY = {

@@ -19,7 +19,6 @@ from kinlens.service.commands import options
 if TYPE_CHECKING:
     from mcp.server.mcpserver import MCPServer
 
-EXAMPLE = "Example: kinlens-serve mcp --url http://127.0.0.1:8000 --images photos"
 _INSTRUCTIONS = (
     "Finds products of a shop by photo or words. Results are ordered by similarity; the most "
     "similar item need not be the right one, so look at its probability."
@@ -31,7 +30,7 @@ Gallery = Annotated[
 Count = Annotated[int, Field(ge=1, le=50, description="Maximum number of items.")]
 Filter = Annotated[
     str | None,
-    Field(description="Only items with these attributes, such as: price < 60 and colour = 'red'."),
+    Field(description='Only items with these attributes, such as: price < 60 and colour = "red".'),
 ]
 
 
@@ -45,7 +44,9 @@ class Found(BaseModel):
     ] = None
 
 
-@options.app.command(epilog=EXAMPLE)
+@options.app.command(
+    epilog="Example: kinlens-serve mcp --url http://127.0.0.1:8000 --images photos"
+)
 def mcp(
     url: Annotated[
         str, typer.Option(help="Address of a running service.")
@@ -60,17 +61,13 @@ def mcp(
     ] = None,
     images: Annotated[
         Path | None,
-        typer.Option(
-            file_okay=False,
-            exists=True,
-            help="Folder of images that an agent may name by path. Default: it may name none.",
-        ),
+        typer.Option(file_okay=False, exists=True, help="Folder of images an agent may read."),
     ] = None,
 ) -> None:
     """Offer the searches of a running service to agents, over the Model Context Protocol on stdio.
 
-    An agent has the tools search, similar and item, and can change nothing. Configure it to start
-    this command. The package is an extra: pip install 'kinlens[mcp]'.
+    An agent, which starts this command, has the tools search, similar and item, and can change
+    nothing.
     """
     try:
         with Client(url, key=key) as client:
@@ -111,7 +108,10 @@ def build_server(client: Client, images: Path | None) -> "MCPServer":
         )
 
     def named(gallery: str | None) -> str:
-        return gallery or client.galleries().galleries[0].name
+        known = [gallery] if gallery else [each.name for each in client.galleries().galleries]
+        if not known:
+            raise ToolError("The service has no gallery that this key can see.")
+        return known[0]
 
     @server.tool(annotations=reads)
     def search(
@@ -143,7 +143,6 @@ def build_server(client: Client, images: Path | None) -> "MCPServer":
         """Read the attributes of an item, and its address in the shop."""
         with explained():
             name = named(gallery)
-            [only] = found_items(client, name, [client.item(name, key)])
-            return only
+            return found_items(client, name, [client.item(name, key)])[0]
 
     return server

@@ -16,7 +16,7 @@ from kinlens.agents import read_image, shop_link
 from kinlens.client import NewItem
 from kinlens.embedder.bundle import Bundle
 from kinlens.errors import ArgumentError, ClientError, InvalidError
-from tests.support.seams import KeyStore
+from tests.support.seams import KeyStore, Limits
 from tests.support.servers import DEFAULTS, create_app, run, settings_of
 from tests.support.shops import Shop
 from tests.support.words import with_tower
@@ -171,6 +171,44 @@ def test_an_agent_reads_why_a_call_was_refused_and_no_file_outside(
     assert "no folder of images" in unread.content[0].text
     _, [unknown] = use_tools(shop.running.url, "kl_unknown", [("item", {"key": "mug/1"})])
     assert "401" in unknown.content[0].text
+
+
+def test_a_key_without_galleries_is_told_so(shop: Shop, images: Path) -> None:
+    blind = KeyStore(shop.state / "keys.json").create(
+        "blind", ["search"], limits=Limits(galleries=("elsewhere",))
+    )
+    _, [answer] = use_tools(shop.running.url, blind, [("item", {"key": "mug/1"})])
+    assert answer.is_error
+    assert "no gallery that this key can see" in answer.content[0].text
+
+
+ALONE = """
+import importlib, sys
+events = []
+sys.addaudithook(lambda name, _: events.append(name) if name.startswith("socket.") else None)
+for name in {names!r}:
+    importlib.import_module(name)
+print([name for name in events if name in ("socket.connect", "socket.getaddrinfo")])
+"""
+
+
+def test_the_packages_of_others_open_no_connection_when_they_are_imported() -> None:
+    names = ["kinlens.langchain", "mcp", "mcp.server.mcpserver", "kinlens.service.commands.mcp"]
+    names += ["kinlens.library.hub", "huggingface_hub.hf_api", "huggingface_hub.file_download"]
+    code = ALONE.format(names=names)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+
+
+def test_a_missing_package_is_named_with_its_extra() -> None:
+    for package, code, extra in (
+        ("langchain_core", "import kinlens.langchain", "langchain"),
+        ("mcp", "sys.argv[1:] = ['mcp']; kinlens.service.__main__.main()", "mcp"),
+    ):
+        hidden = f"import sys; sys.modules[{package!r}] = None; import kinlens.service.__main__\n"
+        done = subprocess.run([sys.executable, "-c", hidden + code], capture_output=True, text=True)
+        assert done.returncode == 1
+        assert f"pip install 'kinlens[{extra}]'" in done.stderr
 
 
 def test_the_command_refuses_what_it_cannot_use_in_one_line(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ class GoldenRun(Report, BaseModel, frozen=True):
     `judged` queries have a right item in the gallery; `no_match` queries are labelled as having
     none. `left_out` queries were skipped: their items were removed or their image cannot be
     embedded. Recall and MAP@R are defined as in training: ties count as errors
-    (docs/decisions/0004). `no_match_precision` is the fraction of `no_match` queries without a hit
+    (docs/decisions/0001). `no_match_precision` is the fraction of `no_match` queries without a hit
     at or above `threshold`. `found` is the fraction of judged queries whose best hit is right and
     at or above it. `own_pictures` counts queries that use an item's own image.
     """

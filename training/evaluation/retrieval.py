@@ -65,7 +65,7 @@ def retrieval(
     **Ties** are pessimistic: a negative ranks before a positive unless it is worse by more than
     1e-5, so that rounding decides nothing. Without a gallery, the query itself is excluded by its
     index, never by its score. A query without a positive is excluded and counted. See
-    docs/decisions/0004.
+    docs/decisions/0001.
 
     Tensors are ranked on their device, arrays on the CPU. Vectors have unit norm. Extra memory is a
     few blocks of `SCORES`, whatever N, or one query's M scores if they are more.

@@ -72,7 +72,7 @@ _CURE: dict[Precision, str] = {
     "fp32": "Its galleries would give wrong results; export it again or use another machine.",
     "fp16": "Use precision fp32 or auto; existing galleries remain valid.",
     "bf16": "Use precision fp32 or auto on this machine; existing galleries remain valid.",
-    "int8": "This processor lacks VNNI, or 8 bits are too few for this trunk: use precision fp32 "
+    "int8": "This processor lacks VNNI, or 8 bits are too few for this model: use precision fp32 "
     "or auto. Existing galleries remain valid.",
 }
 _MAX_GOLDEN_PIXEL_DIFFERENCE = 0.5  # mean grey levels per image: allows rounding, no other resize

@@ -10,12 +10,12 @@ import html
 import io
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, cast, get_args
 
 from kinlens.embedder.errors import ExportError, InvalidParameterError, JobError
 from kinlens.installs import missing_package
+from kinlens.reports import Report
 from kinlens.training.config.layers import names_of
 from kinlens.training.report.log import console_listener, note, progress_bar
 from kinlens.training.sources import (
@@ -46,21 +46,25 @@ Channels = float | Sequence[float]
 Three = tuple[float, float, float]
 
 
-@dataclass
-class Report:
-    """What was measured of a model: lines for people, shown by `print` and by a notebook."""
+class ModelReport(Report):
+    """What was measured of a model that was just written.
 
-    lines: list[str]
-    figures: dict[str, Any] = field(default_factory=dict)
-    photos: Callable[[], str] = field(default=str, repr=False)
-    """Results as HTML, made when a notebook shows them."""
+    Attributes:
+        figures: by name, see the function that wrote the model.
+    """
 
-    def __str__(self) -> str:
-        return "\n".join(self.lines)
+    def __init__(
+        self, lines: list[str], figures: dict[str, Any], photos: Callable[[], str] = str
+    ) -> None:
+        self.figures = figures
+        self._lines, self._photos = lines, photos
+
+    def lines(self) -> list[str]:
+        return self._lines
 
     def _repr_html_(self) -> str:
-        shown = "".join(f"<li>{html.escape(line)}</li>" for line in self.lines)
-        return f"<ul>{shown}</ul>{self.photos()}"
+        """The lines, and some photos with their results."""
+        return super()._repr_html_() + self._photos()
 
 
 P = ParamSpec("P")
@@ -520,7 +524,7 @@ def _opened(
 
     model = load_bundle(written.path)
     photos = functools.partial(_photos_of, model, tested) if tested is not None else str
-    model.report = Report(lines, figures, photos)
+    model.report = ModelReport(lines, figures, photos)
     return model
 
 

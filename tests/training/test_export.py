@@ -234,7 +234,7 @@ def test_a_model_that_differs_from_torch_or_lost_recall_is_not_written(
 ) -> None:
     for limit, message in (
         ("MAX_DIFFERENCE", "differs from torch by"),
-        ("MAX_RECALL_DIFFERENCE", r"R@1 is \d+.\d\d .* with torch"),
+        ("MAX_RECALL_DIFFERENCE", r"first result is right for \d+.\d\d .* with torch"),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(export_module, limit, -1.0)

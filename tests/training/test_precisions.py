@@ -123,7 +123,7 @@ def test_a_loss_above_two_points_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     labels, right = classes(40)
     before = blended(right, [4, 12, 20, 28])
     after = blended(right, [0, 8, 16, 24, 32, 40, 48, 56])
-    with pytest.raises(ExportError, match=r"R@1 falls by 2\.50 points \(-\d"):
+    with pytest.raises(ExportError, match=r"Right first results fall by 2\.50 points \(-\d"):
         compare(INT8, GOLDEN, page(labels), labels, before, after)
 
 
@@ -131,7 +131,7 @@ def test_a_loss_above_two_points_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_sure_loss_of_half_a_point_is_refused(count: int, points: str) -> None:
     labels, right = classes(count)
     wrong = blended(right, [0, 8, 16, 24, 32, 40])
-    reason = rf"R@1 falls by {points} points \(0\.\d+ to .* {4 * count:,} val"
+    reason = rf"Right first results fall by {points} points \(0\.\d+ to .* {4 * count:,} val"
     with pytest.raises(ExportError, match=reason):
         compare(INT8, GOLDEN, page(labels), labels, right, wrong)
 
@@ -144,7 +144,9 @@ def test_a_loss_in_a_pair_with_fp32_is_refused(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ExportError, match="mean cosine between fp16 with onnxruntime and fp32"):
         compare(*arguments)
     monkeypatch.setattr(precisions_module, "MIN_COSINE", -1.0)
-    with pytest.raises(ExportError, match=r"R@1 falls by 100\.00 .*, as queries of a gallery"):
+    with pytest.raises(
+        ExportError, match=r"Right first results fall by 100\.00 .*, as queries of a gallery"
+    ):
         compare(*arguments)
 
 

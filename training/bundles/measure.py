@@ -1,12 +1,12 @@
 """Measure a model, a run or a bundle, and write the bundle of a run or of a pretrained network."""
 
-import html
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from kinlens.embedder.errors import DatasetError, JobError
+from kinlens.reports import Report
 from kinlens.training.report.log import note, progress_bar
 from kinlens.training.sources import Images, load_images, require_run, shop_of, with_settings
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     what it was trained on."""
 
 
-class Figures(dict[str, float]):
+class Figures(Report, dict[str, float]):
     """Figures of a model by name; those of recall are in percent.
 
     Attributes:
@@ -41,9 +41,6 @@ class Figures(dict[str, float]):
             f"{name} {with_interval(x, self.queries) if name.startswith('R@') else f'{x:.4g}'}"
             for name, x in self.items()
         ]
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(chr(10).join(self.lines()))}</pre>"
 
 
 def evaluate(

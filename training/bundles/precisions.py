@@ -183,7 +183,7 @@ def make_file(
         try:
             write_onnx(half, spec.crop_px, path)
         except Exception as error:  # the exporter has many, and fp32 should still be written
-            raise ExportError(f"The trunk cannot be exported in fp16: {error}") from error
+            raise ExportError(f"The network cannot be exported in fp16: {error}") from error
     else:
         quantize_int8(bundle.model_path, range_images(train, spec), path)
     return path
@@ -199,8 +199,8 @@ def with_half_trunk(net: EmbeddingNet) -> EmbeddingNet:
     for name, weight in half.trunk.state_dict().items():
         if not weight.isfinite().all():
             raise ExportError(
-                f"The weight {name} of the trunk is beyond the range of fp16, 65,504. Export it in "
-                "fp32 or int8."
+                f"The weight {name} of the network is beyond the range of fp16, 65,504. Export it "
+                "in fp32 or int8."
             )
     return half
 
@@ -249,8 +249,8 @@ def compare(
         too_much = max(MAX_UNSURE_LOSS, 100 * 2.5 / queries)
         if loss > MAX_RECALL_LOSS and (low > 0 or loss > too_much):
             raise ExportError(
-                f"R@1 falls by {loss:.2f} points ({low:.2f} to {high:.2f}) from fp32 to {mode}"
-                f"{where}, on the {images}; the limit is {MAX_RECALL_LOSS} points."
+                f"Right first results fall by {loss:.2f} points ({low:.2f} to {high:.2f}) from "
+                f"fp32 to {mode}{where}, on the {images}; the limit is {MAX_RECALL_LOSS} points."
             )
     alone, mixed, gallery = losses.values()
     return Comparison(

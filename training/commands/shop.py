@@ -80,7 +80,7 @@ def adapt(
         )
     if verbose:
         _describe(made)
-    _, outcome = made.report.lines
+    _, outcome = made.report.lines()
     note(outcome)
     note(f"Report: {made.report.figures['run'] / 'report.md'}")
     note(f"Bundle {made.bundle_id[:12]}: {out}")

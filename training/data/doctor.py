@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from kinlens import reports
 from kinlens.embedder.decoding.formats import SUFFIXES
 from kinlens.embedder.errors import DatasetError, ImageError
 from kinlens.embedder.preprocess import decode, read_header
@@ -77,7 +78,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Report:
+class Report(reports.Report):
     """The state of a data set; `parts` are the listed images, whether they exist or not."""
 
     root: Path

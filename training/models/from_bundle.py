@@ -67,8 +67,8 @@ def start_from_bundle(job: Job, path: Path) -> EmbeddingNet:
     if job.model.backbone == ONNX:
         if made_by is not None:
             raise CheckpointError(
-                f"The bundle {path} is an imported network with a trained head, which no training "
-                "can continue. Start from the imported bundle that it was trained on."
+                f"The bundle {path} is an imported network that was adapted, which no training can "
+                "continue. Start from the imported bundle that it was adapted from."
             )
         trunk = OnnxTrunk(bundle.model_path.read_bytes())
         return EmbeddingNet(job.model, job.regularizers.with_flow, trunk)

@@ -3,6 +3,7 @@
 Each command calls the function of its name, so that each continues what the other has begun.
 """
 
+import contextlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -11,16 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Union
 
 from kinlens.embedder.errors import JobError
+from kinlens.embedder.programs.progress import console, progress_bar
 from kinlens.training.bundles.measure import Figures, evaluate, export
 from kinlens.training.config.layers import JOBS, read_layers
-from kinlens.training.report.log import (
-    Callback,
-    Callbacks,
-    console,
-    console_listener,
-    note,
-    progress_bar,
-)
+from kinlens.training.report.log import Callback, Callbacks, console_listener, note
 from kinlens.training.sources import Images, job_of, load_images, shop_of, summary
 
 if TYPE_CHECKING:
@@ -327,11 +322,8 @@ def render(
     """
     from kinlens.rendered.catalogue import write_catalogue
 
-    with progress_bar() as bar:
-        task = bar.add_task("render products", total=products * views)
-        write_catalogue(
-            Path(out), products, views, size_px, seed, on_image=lambda: bar.advance(task)
-        )
+    with progress_bar(products * views, "render products", "images") as advance:
+        write_catalogue(Path(out), products, views, size_px, seed, lambda: advance(1))
 
 
 def doctor(
@@ -354,11 +346,11 @@ def doctor(
     """
     from kinlens.training.data.doctor import examine
 
-    with progress_bar() as bar:
+    with contextlib.ExitStack() as bar:
 
         def watch(total: int) -> Callable[[], None]:
-            task = bar.add_task("look at images", total=total)
-            return lambda: bar.advance(task)
+            advance = bar.enter_context(progress_bar(total, "look at images", "images"))
+            return lambda: advance(1)
 
         folders = [Path(folder) for folder in feedback]
         return examine(Path(path), kind, file, quick, allow_partial, watch, folders)

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kinlens.embedder.errors import CheckpointError, JobError
+from kinlens.embedder.programs.progress import progress_bar
 from kinlens.training.config.layers import names_of, read_layers, read_top
-from kinlens.training.report.log import note, progress_bar
+from kinlens.training.report.log import note
 
 if TYPE_CHECKING:
     from kinlens.embedder.manifest import Preprocessing
@@ -93,8 +94,9 @@ def _listed(images: Any) -> tuple[Path, str]:
         rows: list[Any] = [*images.itertuples(index=False)]
     else:
         names, rows = ["path", "class"], [*images]
-    if wrong := next((row for row in rows if isinstance(row, str) or len(row) != len(names)), None):
-        raise JobError(f"{wrong!r:.200} is not a pair (path, class). Give one for each image.")
+    for row in rows:
+        if not isinstance(row, tuple | list) or len(row) != len(names):
+            raise JobError(f"{row!r:.200} is not a pair (path, class). Give one for each image.")
     if "path" not in names or not {"label", "class", "product"} & {*names}:
         raise JobError(
             f"The table has the columns {', '.join(names)}. It must have path and class."
@@ -196,9 +198,9 @@ def load_images(job: "Job", hold_out: bool = True, expected: str = "") -> "Split
         return with_protocol(split, job.protocol) if hold_out else split
 
     if isinstance(job.data, RenderedData):
-        with progress_bar() as bar:
-            task = bar.add_task("render products", total=job.data.products * job.data.views)
-            split = loaded(by_name=True, on_image=lambda: bar.advance(task))
+        total = job.data.products * job.data.views
+        with progress_bar(total, "render products", "images") as advance:
+            split = loaded(by_name=True, on_image=lambda: advance(1))
     else:
         split = loaded(by_name=True)
     if expected and split.sha256() != expected:

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, cast, get_args
 
 from kinlens.embedder.errors import ExportError, InvalidParameterError, JobError
+from kinlens.embedder.programs.progress import progress_bar
 from kinlens.installs import missing_package
 from kinlens.reports import Report
 from kinlens.training.config.layers import names_of
-from kinlens.training.report.log import console_listener, note, progress_bar
+from kinlens.training.report.log import console_listener, note
 from kinlens.training.sources import (
     Images,
     input_settings,
@@ -301,7 +302,7 @@ def import_model(
     spec = _preprocessing(size, resize, interpolation, squash)
     make_room(out)
     named = name or re.sub(r"[^A-Za-z0-9._-]+", "-", model.stem).strip("-._") or "imported"
-    with staged(out.parent) as folder, progress_bar() as bar:
+    with staged(out.parent) as folder, contextlib.ExitStack() as bar:
         graph = folder / "imported.onnx"
         parity = import_graph(model, reading, golden_inputs(golden_images(spec), spec), graph)
         # Imported after the file is accepted, as torch takes seconds.
@@ -312,9 +313,9 @@ def import_model(
             job = shop_job(images, {"model.backbone": "onnx", **input_settings(spec)}, {})
             split = load_images(job)
             tested = split.test
-            task = bar.add_task("embed", total=len(tested))
+            advance = bar.enter_context(progress_bar(len(tested), "embed", "images"))
             asked: tuple[Precision, ...] = ("fp32", *precisions)
-            data = Measured(split, job, asked, functools.partial(bar.advance, task), note)
+            data = Measured(split, job, asked, advance, note)
         written = export_imported(graph, parity, named, licence, spec, out, data)
     manifest = written.manifest
     lines = [f"{named}: a model of {manifest.dim} numbers for each photo, licence {licence}"]

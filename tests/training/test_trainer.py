@@ -22,7 +22,7 @@ from kinlens.training.data.records import Split, with_protocol
 from kinlens.training.device import autocast, choose_device
 from kinlens.training.evaluation.evaluate import embed
 from kinlens.training.folder import Result, read_result, replace_text
-from kinlens.training.report.log import ConsoleListener, progress_bar
+from kinlens.training.report.log import ConsoleListener, epoch_bar
 from kinlens.training.runner import run_job
 from kinlens.training.sources import load_images, with_settings
 from kinlens.training.state import create_run
@@ -395,7 +395,7 @@ def test_schedules_start_at_1_and_fall_as_named(
 
 def test_the_time_left_is_that_of_the_current_training(capsys: pytest.CaptureFixture[str]) -> None:
     seconds = iter(range(0, 600, 60))
-    with progress_bar() as bar:
+    with epoch_bar() as bar:
         listener = ConsoleListener(bar, lambda: next(seconds))
         for epoch in (0, 1, 0, 1):  # a fold, then the whole run; each clock call is a minute later
             listener.epoch_started(epoch, 5, 10)

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from kinlens.embedder.errors import DatasetError, JobError
+from kinlens.embedder.programs.progress import progress_bar
 from kinlens.reports import Report
-from kinlens.training.report.log import note, progress_bar
+from kinlens.training.report.log import note
 from kinlens.training.sources import Images, load_images, require_run, shop_of, with_settings
 
 if TYPE_CHECKING:
@@ -110,10 +111,8 @@ def evaluate(
     note(f"{len(parts[0]):,} images of {parts[0].classes:,} classes, {queries:,} queries")
     _warn_of_seen(parts[0], seen, is_own=images is None)
     runtime = Runtime() if job is None else job.runtime
-    with progress_bar() as bar:
-        task = bar.add_task("embed", total=sum(map(len, parts)))
-        watch = partial(bar.advance, task)
-        vectors = [embed_with({"": embed}, part, spec, runtime, watch)[""] for part in parts]
+    with progress_bar(sum(map(len, parts)), "embed", "images") as advance:
+        vectors = [embed_with({"": embed}, part, spec, runtime, advance)[""] for part in parts]
     options: dict[str, Any] = {} if job is None else {"ks": job.recall_at, "seed": job.seed}
     require_distinct(torch.from_numpy(vectors[0]), parts[0].labels)
     figures = evaluate_embeddings(*searched(vectors, parts), full=full, **options)
@@ -162,13 +161,12 @@ def export(
     checkpoint = load_chosen(run)
     job = with_settings(parse_job(checkpoint.job), settings, ("data.",))
     split = load_images(job, expected=checkpoint.split_sha256)
-    with progress_bar() as bar:
-        task = bar.add_task("check recall", total=images_to_embed(split))
+    with progress_bar(images_to_embed(split), "check recall", "images") as advance:
         return export_checkpoint(
             checkpoint,
             split,
             Path(out),
-            partial(bar.advance, task),
+            advance,
             ("fp32", *precisions),
             note if skip_refused else None,
             trunk,

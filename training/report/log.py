@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -21,12 +21,11 @@ from rich.progress import (
 )
 
 from kinlens.embedder.errors import JobError
+from kinlens.embedder.programs.progress import console
 
 if TYPE_CHECKING:
     from kinlens.training.config.job import Job
     from kinlens.training.folder import Result
-
-console = Console(stderr=True, highlight=False)
 
 
 def note(sentence: str) -> None:
@@ -65,7 +64,8 @@ class RunLog:
             self._writer.close()
 
 
-def progress_bar(*more: ProgressColumn) -> Progress:
+def epoch_bar(*more: ProgressColumn) -> Progress:
+    """A bar over the steps of all epochs; without ipywidgets a notebook cannot show it."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -74,6 +74,7 @@ def progress_bar(*more: ProgressColumn) -> Progress:
         TimeRemainingColumn(),
         *more,
         console=console,
+        disable=console.is_jupyter and find_spec("ipywidgets") is None,
     )
 
 
@@ -83,7 +84,7 @@ _PAUSE_S = 10.0
 
 @contextmanager
 def console_listener(verbose: bool = False, brief: bool = False) -> Iterator["ConsoleListener"]:
-    with progress_bar(TextColumn("{task.fields[loss]}")) as progress:
+    with epoch_bar(TextColumn("{task.fields[loss]}")) as progress:
         yield ConsoleListener(progress, verbose=verbose, brief=brief)
 
 

@@ -176,7 +176,7 @@ def test_a_detector_is_attached(tiny_bundle: Bundle, tmp_path: Path) -> None:
     assert made.bundle_id == tiny_bundle.bundle_id
     assert f"with a detector in {out}" in str(made.report)
     (tmp_path / "photo.png").write_bytes(bright_photo((1, 1)))
-    with pytest.raises(ExportError, match=r"photo\.png cannot be loaded"):
+    with pytest.raises(ExportError, match=r"photo\.png is not usable.*cannot be loaded"):
         kinlens.attach(tiny_bundle.path, tmp_path / "b", boxes=tmp_path / "photo.png")
     with pytest.raises(ExportError, match=r"The labels .*absent.txt cannot be read"):
         kinlens.attach(tiny_bundle.path, tmp_path / "b", boxes=file, labels=tmp_path / "absent.txt")

@@ -16,7 +16,7 @@ import numpy as np
 from PIL import Image
 from pydantic import ValidationError
 
-from kinlens.embedder.errors import BundleError, ExportError
+from kinlens.embedder.errors import BundleCorruptError, BundleError, ExportError
 from kinlens.embedder.manifest import BoxesFile, BoxesLayout
 from kinlens.embedder.preprocess import decode
 from kinlens.embedder.programs.faults import file_fault
@@ -58,7 +58,10 @@ def describe_detector(file: Path, images: Sequence[bytes], given: Given) -> tupl
     Raises: ExportError, BundleError.
     """
     content = _read(file)
-    network, digest = Network(content), hashlib.sha256(content).hexdigest()
+    try:
+        network, digest = Network(content), hashlib.sha256(content).hexdigest()
+    except BundleCorruptError as error:
+        raise ExportError(f"The detector {file} is not usable. {error}") from error
     size = _size(network, given.size_px)
     labels = given.labels if given.labels is not None else _names(network.metadata.get("names"))
     uprights = [decode(data) for data in images]

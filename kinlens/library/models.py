@@ -214,7 +214,7 @@ def _outcome(after: float | None, before: float | None, *, is_changed: bool) -> 
         return "The result was not tested, as protocol.evaluate_test is never"
     changed = f"({before:.0f} before)"
     if not is_changed:
-        changed = "with the network as it is: what was learnt is not proven to help other products"
+        changed = "with the model as it is: what was learnt is not proven to help other products"
     return (
         f"For {after:.0f} of 100 photos of products that were not learnt, the first result is "
         f"right {changed}"

@@ -1,6 +1,7 @@
 """The commands of a shop speak its words, in all that they print, their help and their errors."""
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -23,22 +24,23 @@ APPS: dict[str, Any] = {
     "serve": kinlens.service.commands.program.app,
 }
 TINY = (
-    f"--backbone {TINY_TRUNK} --weights weights.pth --set input={{size_px=32,resize_px=36}} "
-    "--set model.dim=16 --set runtime={workers=0,device='cpu'}"
+    f"--backbone {TINY_TRUNK} --weights weights.pth "
+    "--set input={size_px=32,resize_px=36} --set model.dim=16 "
+    "--set runtime={workers=0,device='cpu'}"
 )
 ONNX = "tiny.onnx --size 16 --mean 0 --std 1 --scale 255"
 """A shop's commands, in the order in which she types them, and their exit status."""
 SHOP = (
     ("train adapt --data photos --out bundles/shop --map --precision int8 " + TINY, 0),
     ("index build photos --bundle bundles/shop --out galleries/shop", 0),
-    ("index search galleries/shop --bundle bundles/shop --image {photo}", 0),
-    ("index search galleries/shop --bundle bundles/shop --image {photo} -k 2 --group-by class", 0),
-    ("index golden add galleries/shop --query {photo} --attribute class={product}", 0),
+    ("index search galleries/shop --bundle bundles/shop --image PHOTO", 0),
+    ("index search galleries/shop --bundle bundles/shop --image PHOTO -k 2 --group-by class", 0),
+    ("index golden add galleries/shop --query PHOTO --attribute class=PRODUCT", 0),
     ("index golden run galleries/shop --bundle bundles/shop", 0),
     ("index golden runs galleries/shop", 0),
     ("index golden list galleries/shop", 0),
     ("index calibrate galleries/shop", 0),
-    ("index plan 1000000 --dim 512", 0),
+    ("index plan 1000000 512", 0),
     ("index stats galleries/shop", 0),
     ("index verify galleries/shop", 0),
     ("index sync galleries/shop photos --bundle bundles/shop", 0),
@@ -57,7 +59,6 @@ MISTAKES = (
     "train adapt --data photos --out bundles/shop",
     "train adapt --data empty --out bundles/x",
     "train adapt --data one --out bundles/x",
-    "train adapt --data photos --bundle bundles/again --out bundles/x",
     "train adapt --bundle bundles/nowhere --data photos --out bundles/x",
     "train adapt --bundle bundles/shop --backbone resnet50 --data photos --out bundles/x",
     "train adapt --data photos --out bundles/x --backbone resnet51",
@@ -70,13 +71,13 @@ MISTAKES = (
     "train attach bundles/shop --boxes tiny.onnx --out bundles/x",
     "train teach-words bundles/shop galleries/shop --text-model tiny.onnx "
     "--tokenizer words.json --out bundles/x",
-    "index build photos --bundle bundles/imported --out galleries/shop",
     "index build nowhere --bundle bundles/shop --out galleries/x",
-    "index search galleries/shop --bundle bundles/imported --image {photo}",
+    "index search galleries/shop --bundle bundles/imported --image PHOTO",
     "index search galleries/shop --bundle bundles/shop --image tiny.onnx",
     "index search galleries/shop --bundle bundles/shop --text mug",
     "index golden run galleries/nowhere --bundle bundles/shop",
     "serve check --bundle bundles/imported --gallery shop=galleries/shop",
+    "serve check --bundle bundles/nowhere --gallery shop=galleries/shop",
 )
 HELP = (
     *("train adapt", "train import", "train attach", "train teach-words", "index", "index build"),
@@ -91,9 +92,8 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     render = f"data render {folder / 'photos'} --products 34 --views 3 --size-px 40"
     assert CliRunner().invoke(APPS["train"], render.split()).exit_code == 0
     (folder / "empty").mkdir()
-    products = sorted((folder / "photos").iterdir())
-    (folder / "one").mkdir()
-    (folder / "one" / products[0].name).symlink_to(products[0])
+    products = sorted((folder / "photos").glob("p0*"))
+    shutil.copytree(products[0], folder / "one" / products[0].name)
     calibrated_weights(folder / "weights.pth")
     write_tiny_onnx(folder / "tiny.onnx")
     write_detector(folder / "boxes.onnx")
@@ -104,7 +104,7 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def printed(command: str, photo: Path) -> tuple[str, int]:
     """What a program prints, its error included, and its exit status."""
-    words = command.format(photo=photo, product=photo.parent.name).split()
+    words = command.replace("PHOTO", str(photo)).replace("PRODUCT", photo.parent.name).split()
     done = CliRunner().invoke(APPS[words[0]], words[1:])
     error = "" if done.exception is None or done.exit_code != 1 else str(done.exception)
     return f"{done.output}\n{error}", done.exit_code

@@ -477,7 +477,7 @@ def test_adapt_puts_a_head_on_an_imported_network(tmp_path: Path) -> None:
 def test_adapt_leaves_an_imported_network_alone_where_no_head_is_proven(tmp_path: Path) -> None:
     base = imported(write_network(tmp_path / "network.onnx"), tmp_path / "base")
     words = ("adapt", "--bundle", base.path, "--data", shop(tmp_path, 6), "--out", tmp_path / "b")
-    assert "with the network as it is" in called(*words, "--run", tmp_path / "run")
+    assert "with the model as it is" in called(*words, "--run", tmp_path / "run")
     adapted = Bundle.open(tmp_path / "b")
     assert np.array_equal(adapted.golden_vectors(), base.golden_vectors())
     assert adapted.model_path.read_bytes() == base.model_path.read_bytes()

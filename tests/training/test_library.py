@@ -218,7 +218,7 @@ def test_the_rest_of_a_training_is_called_from_python(
     report = doctor("products")
     assert report.healthy
     assert "Healthy." in report._repr_html_()
-    job = new("products", "shop.toml", weights="none")
+    job = new("products", "shop.toml")
     assert (job.name, job.data.root) == ("products", str(tmp_path / "products"))
     Path("grid.toml").write_text('job = "shop.toml"\nseeds = [0, 1]\n')
     assert [run.result for run in tournament("grid.toml", plan=True)] == [None, None]

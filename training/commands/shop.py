@@ -48,10 +48,10 @@ def adapt(
     with_map: WithMap = False,
     verbose: Verbose = False,
 ) -> None:
-    """Adapt a pretrained network to your images in about a minute, and export the bundle.
+    """Adapt a pretrained model to your images in about a minute, and export the bundle.
 
     Half of your products are learnt and the others test the result. If what is learnt is not proven
-    to help other products, the bundle is the network as it is. Products with one photo are
+    to help other products, the bundle is the model as it is. Products with one photo are
     omitted. Run the same command again to resume. With --verbose it prints all figures.
 
     Examples:

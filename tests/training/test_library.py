@@ -56,6 +56,12 @@ def adapt(weights: Path) -> Callable[..., Any]:
     return adapted
 
 
+def page(shown: Any) -> str:
+    """What a notebook shows."""
+    html: str = getattr(shown, "_repr_html_")()  # noqa: B009 (the name is one of IPython)
+    return html
+
+
 def pairs(photos: Path) -> list[tuple[Path, str]]:
     return [(path, path.parent.name) for path in sorted(photos.glob("*/*.*"))]
 
@@ -77,7 +83,7 @@ def test_adapt_takes_a_folder_a_list_or_a_table(photos: Path, adapt: Callable[..
     first, second = str(made[0].report).splitlines()
     assert first.startswith("photos: 30 photos of 10 products; 5 are learnt")
     assert re.match(r"For \d+ of 100 photos of products that were not learnt, the first", second)
-    shown = made[1]._repr_html_()
+    shown = page(made[1])
     assert html.escape(second) in shown
     assert shown.count("data:image/jpeg;base64,") == 4 * 5  # photos, each with its first results
     assert "<b>" not in shown
@@ -146,7 +152,7 @@ def test_a_file_of_others_is_imported_measured_and_adapted(photos: Path, tmp_pat
     first, second = base.report.lines()[:2]
     assert first == "tiny: a model of 8 numbers for each photo, licence mit"
     assert re.match(r"For \d+ of 100 photos, the first result is right \(15 photos of 5", second)
-    assert "data:image/jpeg" in base._repr_html_()
+    assert "data:image/jpeg" in page(base)
     figures = evaluate("bundles/base", pairs(photos))
     assert isinstance(figures, Figures)
     assert figures.queries == 30
@@ -217,7 +223,7 @@ def test_the_rest_of_a_training_is_called_from_python(
     render("products", products=6, views=3, size_px=40)
     report = doctor("products")
     assert report.healthy
-    assert "Healthy." in report._repr_html_()
+    assert "Healthy." in page(report)
     job = new("products", "shop.toml")
     assert (job.name, job.data.root) == ("products", str(tmp_path / "products"))
     Path("grid.toml").write_text('job = "shop.toml"\nseeds = [0, 1]\n')

@@ -5,6 +5,7 @@ has what was measured, which a notebook shows. Errors name arguments as options 
 """
 
 import base64
+import contextlib
 import functools
 import html
 import io

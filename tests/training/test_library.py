@@ -35,7 +35,7 @@ SETTINGS = ("input={size_px=32,resize_px=36}", "model.dim=16", "runtime={workers
 
 @pytest.fixture
 def photos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with 10 products of 3 photos; the test runs where it lies."""
+    """A folder with 10 products of 3 photos; the test runs next to it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     names = [HOSTILE, *(f"product {number}" for number in range(9))]

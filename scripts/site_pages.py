@@ -95,6 +95,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     }
     for path, text in pages.items():
         files.append(File.generated(config, path, content=text))
+    files.append(File.generated(config, "kinlens.d.ts", content=types_of_the_api()))
     files.append(File.generated(config, "assets/icon.svg", abs_src_path=str(ICON)))
     return files
 
@@ -198,6 +199,13 @@ def http_page() -> str:
             text += table(("Field", "In", "Meaning"), fields_of(operation, document))
             text += table(("Status", "Meaning", "Problems"), answers_of(operation))
     return text
+
+
+def types_of_the_api() -> str:
+    from scripts.typescript import declarations
+
+    with service() as app:
+        return declarations(app.openapi())
 
 
 def table(names: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> str:

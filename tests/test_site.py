@@ -91,6 +91,13 @@ def test_programs_can_read_every_page_as_markdown(site: Path) -> None:
         assert (site / page.relative_to(ROOT / "docs")).is_file(), page
 
 
+def test_the_types_of_the_api_are_published_with_their_meaning(site: Path) -> None:
+    types = text_of(site, "kinlens.d.ts")
+    assert "export type SearchAnswer = {" in types
+    assert "  /** " in types
+    assert 'href="kinlens.d.ts"' in text_of(site, "api.html")
+
+
 def test_formulas_are_shown_without_a_script(site: Path) -> None:
     pages = ("methods.html", "methods/regularizers.html", "methods/evaluation.html")
     methods = "".join(text_of(site, page) for page in pages)

@@ -23,7 +23,10 @@ APPS = {
     "kinlens-index": kinlens.commands.__main__.app,
     "kinlens-serve": kinlens.service.commands.program.app,
 }
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
 EXTRAS = PROJECT["optional-dependencies"]
@@ -159,6 +162,14 @@ def test_every_make_target_ends_in_commands() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "overriding" not in done.stderr
+
+
+def test_the_guide_for_agents_is_short_and_names_what_exists() -> None:
+    guide = (ROOT / "AGENTS.md").read_text(encoding="utf-8")
+    assert len(guide.splitlines()) <= 80
+    named = re.findall(r"`([a-z_]+/[a-z_/.]*)`", guide)
+    assert len(named) > 20
+    assert [name for name in named if not (ROOT / name).exists()] == []
 
 
 def test_every_make_target_is_on_the_page_of_those_who_need_it() -> None:

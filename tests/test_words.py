@@ -85,6 +85,7 @@ DOCS = ROOT / "docs"
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
+    ROOT / "AGENTS.md",
     *(page for page in sorted(DOCS.rglob("*.md")) if page.parent.name != "decisions"),
 ]
 MOST_WORDS = 30

@@ -16,13 +16,11 @@ from kinlens.service.galleries.view import GalleryView
 from kinlens.service.search.query import Query
 
 
-def guaranteed_by(served: Served, query: Query) -> Guarantee | None:
-    """The labelled queries behind the guarantee that a query asks for; None if it asks for none.
+def guaranteed_by(served: Served, query: Query) -> Guarantee:
+    """The labelled queries behind the guarantee that a query asks for.
 
     Raises: InvalidParameterError with the cure if there are none, or not enough.
     """
-    if not query.asks_guarantee:
-        return None
     if served.calibrator is None:
         raise InvalidParameterError(
             f"Gallery {served.name} is on Milvus, where no answer is guaranteed. Omit guarantee "

@@ -202,7 +202,7 @@ class Pipeline:
         with served.reading():
             version = gallery.version
             calibrated = served.calibrated = calibrated_by(served)
-            guarantee = guaranteed_by(served, query)
+            guarantee = guaranteed_by(served, query) if query.asks_guarantee else None
         if query.texts:
             calibrated = _NOT_CALIBRATED
         if query.min_probability is not None and isinstance(calibrated, str):

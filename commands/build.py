@@ -35,6 +35,7 @@ from kinlens.indexer.index.plan import IndexSettings, plan_index
 from kinlens.indexer.ingest.build import BuildSettings, import_gallery
 from kinlens.indexer.ingest.shards import VectorShards
 from kinlens.indexer.types import VectorType
+from kinlens.library.bundles import bundle_folder
 from kinlens.library.galleries import build_source
 from kinlens.library.images import source_of
 
@@ -108,7 +109,8 @@ def build(
     if bundle is None:
         raise typer.BadParameter("Pass the model with --bundle, or pass --vectors.")
     source = source_of(_place(images, csv, split), csv=csv, split=split)
-    embedder = model.open(bundle)
+    folder = Path(bundle_folder(bundle))
+    embedder = model.open(folder)
     dim = embedder.first(dims or embedder.dim).dim
     plan = plan_index(source.count, dim, settings, vector_type)
     if not json:
@@ -118,7 +120,7 @@ def build(
         )
         for line in (*source.omitted.lines(), *plan.lines()):
             stdout.print(line)
-    made = BuildSettings(name, batches.settings, settings, vector_type, bundle, dims)
+    made = BuildSettings(name, batches.settings, settings, vector_type, folder, dims)
     report = build_source(source, embedder, out, made, shown=True)
     text = (
         f"Gallery {out}, generation {report.generation}: {report.indexed:,} items "
@@ -185,7 +187,7 @@ def _build_of_vectors(
     shards = VectorShards(vectors)
     dump = shards.dump(name or name_of(out))
     bundle_id = dump.facts["bundle_id"]
-    if bundle is not None and Bundle.open(bundle).bundle_id != bundle_id:
+    if bundle is not None and Bundle.open(bundle_folder(bundle)).bundle_id != bundle_id:
         raise BundleMismatchError(
             f"{vectors} was embedded with bundle {bundle_id[:SHORT]}, not with the one in "
             f"{bundle}. Pass that bundle, or omit --bundle."

@@ -89,7 +89,9 @@ class ModelOptions:
     ] = "auto"
 
     def open(self, bundle: Path) -> Embedder:
-        """Open the bundle with one thread per call, as the indexer runs one call per core."""
+        """Open the bundle with one thread per call, as the indexer runs one call per core. It may
+        be at an address of the Hugging Face Hub.
+        """
         settings = SessionSettings(
             self.device,
             1,

@@ -6,6 +6,7 @@ HF_HUB_OFFLINE, with which only its cache is read.
 """
 
 import contextlib
+import fnmatch
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -87,7 +88,9 @@ def _earlier_files(api: "HfApi", repo: str, private: bool) -> set[str]:
             "for everybody, or choose another repository"
         )
     names = {one.rfilename for one in info.siblings or ()}
-    return {name for name in names if any(Path(name).match(pattern) for pattern in _FILES)}
+    # A pattern also matches in other folders, which may hold files of the owner.
+    at_depth = {depth: {name for name in names if name.count("/") == depth} for depth in (0, 1)}
+    return {name for part in _FILES for name in fnmatch.filter(at_depth[part.count("/")], part)}
 
 
 @contextlib.contextmanager
@@ -202,7 +205,7 @@ def _figures(manifest: BundleManifest) -> str:
         lines.append(f"| {model} | {' | '.join(cells)} |")
     note = "R@k is the share of queries, in percent, with a photo of the same class among the first"
     count = f", on {known.queries:,} test queries with 95 % intervals (Wilson)" if known else ""
-    lines += ["", f"{note} k hits{count}. No training has seen the test classes."]
+    lines += ["", f"{note} k hits{count}."]
     for mode, compared in [*manifest.variants.items(), *manifest.modes.items()]:
         low, high = compared.recall_at_1_interval or (None, None)
         interval = "" if low is None else f" ({low:.2f} to {high:.2f})"

@@ -169,7 +169,8 @@ for options in {options!r}:
 def test_a_push_shows_a_bundle_to_nobody_who_was_not_meant(
     hub: Hub, run: Run, tiny_bundle: Bundle
 ) -> None:
-    before = hub.create("shop/public").commits[:]
+    own = {"extras/teacher.onnx": b"own", "notes.txt": b"own", "extras/golden/1.img": b"own"}
+    before = hub.create("shop/public", **own, **{"text.onnx": b"earlier"}).commits[:]
     options = [
         {"repo": "shop/public"},
         {"repo": "shop/new", "token": "hf_stranger"},
@@ -184,6 +185,9 @@ def test_a_push_shows_a_bundle_to_nobody_who_was_not_meant(
     assert hub.repositories.keys() == {"shop/public", "shop/open"}
     assert hub.repositories["shop/public"].commits[: len(before)] == before
     assert len(hub.repositories["shop/public"].commits) == len(before) + 1
+    pushed = hub.files("shop/public")
+    assert own.items() <= pushed.items(), "files of the owner stay"
+    assert "text.onnx" not in pushed
     assert not hub.repositories["shop/open"].private
 
 
@@ -218,6 +222,9 @@ out += [done.exit_code, done.output]
     assert status == 0, output
     with closing(Gallery.open(tmp_path / "gallery")) as gallery:
         assert (gallery.bundle_id, gallery.size) == (tiny_bundle.bundle_id, 1)
+        built_with = gallery.built_with()
+        assert built_with is not None
+        assert built_with.is_dir(), "a later sync finds the bundle in the cache"
 
 
 def test_a_path_never_loads_the_package_of_the_hub(

@@ -79,6 +79,10 @@ class Sections(griffe.Extension):
             text = obj.docstring.value
             text = re.sub(r"^(Returns|Raises): (?=\S)", r"**\1**: ", text, flags=re.MULTILINE)
             text = re.sub(r"^Example:$", "Examples:", text, flags=re.MULTILINE)
+            # Two arguments of one description, such as "csv, split: a list".
+            text = re.sub(
+                r"^    (\w+), (\w+): ", r"    \1: see `\2`.\n    \2: ", text, flags=re.MULTILINE
+            )
             obj.docstring.value = text
 
 

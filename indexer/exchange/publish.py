@@ -18,6 +18,7 @@ import contextlib
 import functools
 import hashlib
 import math
+import re
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -67,6 +68,7 @@ _MAX_PARTS = 256  # of a delta; larger ones have larger parts
 _ROW_BYTES = 600  # estimate for an item without its vector
 _BATCH = 4096  # items whose images are checked per view of the catalogue
 _WAITING_BYTES = 64 * 2**20  # in memory, uploaded together
+_SHA256 = re.compile("[0-9a-f]{64}")
 
 
 class PublishReport(Report, BaseModel, frozen=True):
@@ -190,6 +192,7 @@ class _Publication:
         self._last = self._before if is_same else None  # the last snapshot of this generation
         self._known = set() if self._before is None else self._before.objects()
         self._is_erasing = False
+        self._is_compacted = False  # since the last snapshot
         self._is_requested = with_images
         self._stored_images: set[str] = set()  # sha256 of images
         self._uploaded_images = self._missing = 0
@@ -201,9 +204,12 @@ class _Publication:
     def run(self, started: float) -> PublishReport:
         """Upload the missing objects, then the snapshot."""
         last_id = self._last_with_image() if self._with_images else 0
-        return with_state(
+        report = with_state(
             self._generation, lambda view, segment: self._publish(view, segment, last_id, started)
         )
+        if self._with_images and self._is_compacted:
+            self._sweep_images()
+        return report
 
     def _publish(
         self, view: CatalogView, folder: Path | None, last_id: int, started: float
@@ -215,6 +221,7 @@ class _Publication:
                 f"{self._folder.path} was written by an earlier version. Update it before you "
                 "publish it: kinlens-index compact GALLERY."
             )
+        self._is_compacted = last is None or last.segment_seq != row.segment_seq
         changed, deltas = self._deltas(view, view.file, row.seq, row.segment_seq)
         while (next_id := self._upload_images(view, last_id)) != last_id:
             last_id = next_id  # images of items that were added meanwhile
@@ -394,6 +401,21 @@ class _Publication:
         if not item.path or uploaded.is_file():
             return uploaded.read_bytes()
         return source_bytes(self._image_root, item)
+
+    def _sweep_images(self) -> None:
+        """Delete the images of which no item is left, nor one that can be restored; after each
+        compaction, since it lists the store.
+
+        An error of a deletion is ignored: the publication after the next compaction tries again.
+        """
+        names = sorted(filter(_SHA256.fullmatch, self._store.names(UPLOADS)))
+        for start in range(0, len(names), _BATCH):
+            some = names[start : start + _BATCH]
+            with catalog_view(self._generation / CATALOG) as view:
+                unused = {*some} - view.kept_contents(some)
+            for name in unused:
+                with contextlib.suppress(Exception):
+                    self._store.remove(f"{UPLOADS}/{name[:2]}/{name}")
 
     def _upload(self, content: Content) -> FileFacts:
         """Upload an object before the snapshot, unless the store already has it."""

@@ -1,6 +1,7 @@
 """Items whose image the service embeds and does not keep, and where their image is instead."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from pydantic import ValidationError
 
 from kinlens.service.cards import image_address
 from kinlens.service.settings import Settings
+from tests.support.seams import publish
 from tests.support.shops import Shop, assert_problem, base64_of, sha256, start_shop
 
 CDN = "https://cdn.example"
@@ -131,3 +133,25 @@ def test_an_address_cannot_be_of_another_scheme_or_host() -> None:
         assert image_address("photo", "k", {"photo": value}) is None
     address = image_address(f"{CDN}/{{photo}}", "k", {"photo": "x#@evil.example?\r\n"})
     assert address == f"{CDN}/x%23%40evil.example%3F%0D%0A"
+
+
+def test_published_images_that_are_no_longer_kept_go_after_the_next_compaction(
+    shop: Shop, data: list[bytes], tmp_path: Path
+) -> None:
+    address, folder = tmp_path / "published", shop.state / "galleries" / shop.name
+
+    def published() -> set[str]:
+        publish(folder, str(address), with_images=True)
+        return {file.name for file in address.glob("pictures/??/*")}
+
+    for number, key in enumerate(("unkept", "removed", "kept")):
+        put(shop, key, data[number], "true")
+    every = {sha256(data[number]) for number in range(3)}
+    assert published() == every
+    put(shop, "unkept", data[0], "false")
+    shop.remove("removed")
+    assert published() == every, "the removed item can be restored"
+    shop.compacted()  # which erases it
+    assert published() == {sha256(data[2])}
+    put(shop, "unkept", data[0], "true")
+    assert published() == {sha256(data[0]), sha256(data[2])}

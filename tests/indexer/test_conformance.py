@@ -634,6 +634,24 @@ def test_items_are_found_by_id_key_and_content(store: VectorStore) -> None:
     assert store.contents([entries[4].sha256]) == set()
 
 
+def test_items_are_read_with_their_vectors_in_one_state(store: VectorStore) -> None:
+    entries = shop(12)
+    store.add(entries)
+    numbers = {key: item.id for key, item in store.stored([f"key{n}" for n in range(12)]).items()}
+    asked = [numbers["key7"], numbers["key2"], 2**62, -1, numbers["key2"]]
+    items, vectors = store.items_at(asked)
+    assert [item.id for item in items] == sorted({numbers["key7"], numbers["key2"]})
+    for item, vector in zip(items, vectors, strict=True):
+        expected = entries[int(item.key.removeprefix("key"))].vector
+        np.testing.assert_allclose(vector, expected, atol=1e-6)
+        assert item == store.item(item.id)
+    none, empty = store.items_at([2**62])
+    assert (none, empty.shape) == ([], (0, store.dim))
+    is_red = [entry.attributes.get("colour") == "red" for entry in entries]
+    assert 0 < sum(is_red) < len(entries)
+    assert store.page(0, 0, Equals("colour", "red")).total == sum(is_red)
+
+
 def test_pages_are_in_the_order_of_ids(store: VectorStore) -> None:
     store.add([*shop(70), entry("other", units(1)[0], {"colour": "red"})])
     items = list(store.items())

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -128,6 +129,55 @@ def test_items_are_put_searched_changed_and_removed(server, start, photos) -> No
     shop.client.get("/metrics")
     assert shop.running.metric("kinlens_milvus_seconds_count", call="upsert") >= 1
     assert shop.running.metric("kinlens_gallery_items", gallery="shop") == len(left)
+
+
+def test_vectors_counts_fields_and_unkept_images_are_as_in_a_folder(
+    server, start, photos, tmp_path
+) -> None:
+    embedder = FakeEmbedder()
+    vectors = embedder.embed(np.stack([embedder.preprocess(data) for data in photos[:2]]))
+    publish(server, "vectors", embedder)
+    shop = start("vectors")
+    items = [
+        {"key": "v/0", "vector": vectors[0].tolist(), "attributes": {"colour": "red", "price": 3}},
+        {"key": "v/1", "vector": vectors[1].tolist(), "attributes": {"colour": "blue"}},
+    ]
+    for status in ("added", "unchanged"):
+        assert shop.put_json(items).json()[status] == 2
+    parts = {"key": (None, "u"), "keep": (None, "false"), "image": ("x.png", photos[2])}
+    assert shop.client.put(f"{shop.url}/items", files=parts).json()["added"] == 1
+    shop.put({"kept": photos[3]}, colour="red")
+    assert len(list((tmp_path / "pictures").glob("*/*"))) == 1
+
+    count = shop.client.post(f"{shop.url}/count").json()["count"]
+    red = shop.client.post(f"{shop.url}/count", json={"filter": 'colour = "red"'}).json()["count"]
+    assert (count, red) == (4, 2)
+    wrong = shop.client.post(f"{shop.url}/count", json={"filter": "size = 3"})
+    assert_problem(wrong, 422, "invalid-filter")
+    hits = {hit["key"]: hit for hit in shop.search(photos[0], k=4, fields="price").json()["hits"]}
+    assert hits["v/0"]["score"] == pytest.approx(1, abs=1e-3)
+    assert {key: hit["attributes"] for key, hit in hits.items()} == {
+        "v/0": {"price": 3}, "v/1": {}, "u": {}, "kept": {},
+    }  # fmt: skip
+    assert {key: hit.get("has_image", True) for key, hit in hits.items()} == {
+        "v/0": False, "v/1": False, "u": False, "kept": True,
+    }  # fmt: skip
+    assert_problem(shop.client.get(hits["u"]["image"]), 404, "unknown-item")
+    for path in (f"{shop.url}/items/{hits['v/1']['id']}", f"{shop.url}/items/by-key/v/1"):
+        read = shop.client.get(f"{path}/vector").json()
+        assert (read["key"], read["id"]) == ("v/1", hits["v/1"]["id"])
+        assert read["vector"] == pytest.approx(vectors[1].tolist(), abs=1e-6)
+    found = shop.client.post("/search", json={"vectors": [{"vector": read["vector"]}], "k": 1})
+    assert keys(found) == ["v/1"]
+    again = {"key": (None, "u"), "image": ("x.png", photos[2])}
+    assert shop.client.put(f"{shop.url}/items", files=again).json()["items"][0]["status"] in (
+        "updated", "replaced",
+    )  # fmt: skip
+    [kept] = shop.search(photos[2], k=1).json()["hits"]
+    assert shop.client.get(kept["image"]).content == photos[2]
+    unkept = parts | {"keep": (None, "false")}
+    assert shop.client.put(f"{shop.url}/items", files=unkept).json()["updated"] == 1
+    assert len(list((tmp_path / "pictures").glob("*/*"))) == 1, "a shared store deletes at once"
 
 
 @pytest.mark.parametrize("path", ["/search", "/search/batch"])

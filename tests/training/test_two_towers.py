@@ -126,6 +126,23 @@ def test_the_tokens_of_clip_are_those_of_open_clip(clip: tuple[Any, Bundle]) -> 
     np.testing.assert_array_equal(ids, wanted.numpy())
 
 
+def test_the_mean_of_given_texts_is_subtracted_from_words(folder: Path) -> None:
+    file, texts = folder / "titles.txt", [f"red mug {number}" for number in range(25)]
+    file.write_text("\n".join(["", *texts, texts[0]]))
+    _, bundle = made(folder, "tiny-clip-mean", CLIP, texts=file)
+    encoder = TextEncoder.open(bundle)
+    mean = encoder.embed(texts).mean(axis=0)
+    assert bundle.manifest.text is not None
+    np.testing.assert_allclose(bundle.manifest.text.mean, mean, atol=1e-6)
+    image, words = encoder.embed(["green"]), encoder.embed(["red mug 3"])
+    moved = image + 0.5 * (words - mean)
+    joined = encoder.joined(image, words, [0.5])
+    np.testing.assert_allclose(joined, moved / np.linalg.norm(moved), atol=1e-6)
+    file.write_text("\n".join(texts[:19]))
+    with pytest.raises(ExportError, match="has 19 texts; 20 are needed"):
+        made(folder, "tiny-clip-few", CLIP, texts=file)
+
+
 def test_punctuation_is_dropped_where_the_model_was_trained_so(siglip: tuple[Any, Bundle]) -> None:
     encoder = TextEncoder.open(siglip[1])
     plain, marked = encoder.tokens(["red mug", "RED, mug!"])[0]

@@ -102,6 +102,13 @@ def export(
     tokenizer: Annotated[
         Path | None, typer.Option(help="With --text: a tokenizer.json, as SigLIP 2 needs.")
     ] = None,
+    texts: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --text: a text on each line, such as titles, whose mean is subtracted from "
+            "words that are added to images."
+        ),
+    ] = None,
     licence: Annotated[
         str, typer.Option(help="With --text: licence of the weights.", metavar="NAME")
     ] = "unspecified",
@@ -123,7 +130,7 @@ def export(
             raise typer.BadParameter(f"--text and --backbone {_OPEN_CLIP}NAME need each other")
         from kinlens.training.words.native import export_two_towers
 
-        describe(export_two_towers(backbone, weights, out, tokenizer, licence))
+        describe(export_two_towers(backbone, weights, out, tokenizer, licence, texts))
         return
     if trunk and run is None:
         raise typer.BadParameter("--trunk needs a run; give its folder")

@@ -19,7 +19,7 @@ from kinlens.embedder.bundle import Bundle, make_room
 from kinlens.embedder.durable import staged
 from kinlens.embedder.errors import ExportError
 from kinlens.embedder.manifest import Preprocessing, TextTower
-from kinlens.embedder.views.text import TextEncoder
+from kinlens.embedder.views.text import MAX_CHARACTERS, TextEncoder
 from kinlens.installs import missing_package
 from kinlens.training.bundles.bundle import export_network
 from kinlens.training.bundles.graph import write_text_onnx
@@ -61,8 +61,17 @@ class TextNet(nn.Module):
         return F.normalize(self.model.encode_text(ids), dim=1)
 
 
+MIN_TEXTS = 20
+"""Minimum number of texts whose mean is subtracted from others."""
+
+
 def export_two_towers(
-    backbone: str, weights: str, out: Path, tokenizer: Path | None = None, licence: str = ""
+    backbone: str,
+    weights: str,
+    out: Path,
+    tokenizer: Path | None = None,
+    licence: str = "",
+    texts: Path | None = None,
 ) -> Bundle:
     """Write the bundle of a model of open_clip, with both towers, to the new folder `out`.
 
@@ -71,6 +80,9 @@ def export_two_towers(
             pretrained version, whose image preprocessing is used.
         weights: a file of weights, or "none" for random ones.
         tokenizer: a `tokenizer.json`. Models with the tokenizer of CLIP need none.
+        texts: a file with a text on each line, such as the titles of a catalogue. The mean of their
+            vectors is what texts of the model have in common; it is subtracted from each text that
+            is added to an image.
 
     Raises: ExportError, BundleError.
     """
@@ -124,8 +136,27 @@ def export_two_towers(
             with torch.inference_mode():
                 return net(torch.from_numpy(ids)).numpy()
 
-        texts = golden_texts(encoder)
-        return attach_tower(images, out, folder / "text.onnx", tokenizer, tower, by_torch, texts)
+        if texts is not None:
+            mean_text = encoder.embed(_texts_in(texts)).mean(axis=0)
+            tower = tower.model_copy(update={"mean": tuple(mean_text.tolist())})
+        known = golden_texts(encoder)
+        return attach_tower(images, out, folder / "text.onnx", tokenizer, tower, by_torch, known)
+
+
+def _texts_in(file: Path) -> list[str]:
+    """The texts in a file, each once. Raises: ExportError."""
+    try:
+        lines = file.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise ExportError(f"--texts {file} cannot be read: {reason}.") from error
+    texts = list(dict.fromkeys(line.strip()[:MAX_CHARACTERS] for line in lines if line.strip()))
+    if len(texts) < MIN_TEXTS:
+        raise ExportError(
+            f"--texts {file} has {len(texts)} texts; {MIN_TEXTS} are needed for a mean. Write one "
+            "on each line, such as the titles of your catalogue."
+        )
+    return texts
 
 
 def _package() -> Any:

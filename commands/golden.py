@@ -40,31 +40,54 @@ def add(
     no_match: Annotated[
         bool, typer.Option("--no-match", help="No item of the gallery is right.")
     ] = False,
+    text: Annotated[
+        list[str] | None,
+        typer.Option(help="Words, alone or added to the image. Repeat to join.", metavar="WORDS"),
+    ] = None,
+    crop: Annotated[
+        str | None,
+        typer.Option(
+            help="Search with a part of the image, or with each of several: auto.",
+            metavar="auto|L,T,W,H",
+        ),
+    ] = None,
     csv: Annotated[
         Path | None,
         typer.Option(
-            help="CSV list: column image, and keys or an attribute. Empty cells mean no match."
+            help="CSV list: columns image, text and crop as in the options, and keys or an "
+            "attribute. Empty cells mean no match."
         ),
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Add a query image with its right items; an existing image gets the new label.
+    """Add a query with its right items; an existing query gets the new label.
 
     Paths in a list are relative to its folder. All queries of a list are added, or none.
     """
-    if bool(query) == bool(csv):
-        raise typer.BadParameter("Pass either --query with its label, or --csv.")
-    if bool(keys) + bool(attribute) + no_match != (query is not None):
+    if bool(query or text) == bool(csv):
+        raise typer.BadParameter("Pass either --query or --text with its label, or --csv.")
+    if bool(keys) + bool(attribute) + no_match != bool(query or text):
         raise typer.BadParameter(
-            "Pass one of --keys, --attribute and --no-match with --query, and none with --csv."
+            "Pass one of --keys, --attribute and --no-match with --query or --text, and none with "
+            "--csv."
         )
+    if crop and not query:
+        raise typer.BadParameter("--crop needs --query.")
     with contextlib.closing(Gallery.open(gallery, load_index=False)) as store:
-        if query is None:
-            added = quality.add_golden_list(store, csv or Path())
+        if csv:
+            added = quality.add_golden_list(store, csv)
         else:
             split = quality.split_keys(keys) if keys else None
             name, value = _attribute(attribute, store) if attribute else (None, None)
-            one = quality.add_golden(store, query, keys=split, attribute=name, value=value)
+            one = quality.add_golden(
+                store,
+                query,
+                keys=split,
+                attribute=name,
+                value=value,
+                crop=quality.crop_of(crop),
+                texts=text or (),
+            )
             added = GoldenQueries(queries=[one])
     count = len(quality.golden(gallery).queries)
     print_report(added, json, f"{len(added.queries):,} queries labelled; {count:,} in all.")

@@ -15,6 +15,7 @@ from kinlens.embedder.manifest import FP32, BoxesFile, Preprocessing, TextTower
 from kinlens.embedder.preprocess import Box, ImageLimits, preprocess
 from kinlens.embedder.types import Embeddings, Images, Maps, check_dims
 from kinlens.embedder.views.text import TextEncoder
+from kinlens.embedder.views.windows import windows
 
 _BLOCKS = 4  # per side of a map
 
@@ -52,6 +53,7 @@ class FakeEmbedder:
         self.calibration = calibration
         self.no_calibration = no_calibration
         rng = np.random.default_rng(0)
+        self._whole: Self | None = None
         self._projection = rng.standard_normal((3 * size_px * size_px, dim)).astype(np.float32)
 
     def preprocess(self, data: bytes, box: Box | None = None) -> NDArray[np.uint8]:
@@ -74,7 +76,17 @@ class FakeEmbedder:
         short = copy.copy(self)
         short.dim, short._projection = n, self._projection[:, :n]
         short.calibration, short.no_calibration = None, "The vectors are short."
+        short._whole = self
         return short
+
+    @property
+    def whole(self) -> Self:
+        """The same embedder with all numbers of each vector."""
+        return self._whole or self
+
+    def parts(self, data: bytes) -> list[Box | None]:  # noqa: ARG002 (as of `OnnxEmbedder`)
+        """The whole image and its windows."""
+        return windows()
 
     def words(self) -> TextEncoder:
         raise BundleError("The fake model has no text tower.")

@@ -51,6 +51,7 @@ from kinlens.embedder.manifest import (
 from kinlens.embedder.preprocess import Box, ImageLimits, ImageParts, preprocess
 from kinlens.embedder.sources.names import printable, read_file
 from kinlens.embedder.types import Embed, Embeddings, Images, Maps, check_dims, first_numbers
+from kinlens.embedder.views.boxes import Detector, auto_parts
 from kinlens.embedder.views.text import TextEncoder, can_read_words
 
 MIN_OWN_COSINE: dict[Precision, float] = {"fp32": 0.999, "fp16": 0.999, "bf16": 0.99, "int8": 0.99}
@@ -173,6 +174,13 @@ class ModelFacts(Protocol):
     def words(self) -> TextEncoder:
         """The text tower, which the first call opens. Raises: BundleError, ProviderError."""
 
+    def parts(self, data: bytes) -> list[Box | None]:
+        """The parts of an encoded image that a search with crop = auto compares: the whole image,
+        which is None, and boxes of the detector, or windows without one.
+
+        Raises: ImageError, BundleError.
+        """
+
     def maps(self, images: Images) -> Maps:
         """uint8 (N, 3, S, S) to (N, D, h, w), which sum to the embeddings in fp32.
 
@@ -187,6 +195,10 @@ class ModelFacts(Protocol):
 
         Raises: InvalidParameterError above `dim`.
         """
+
+    @property
+    def whole(self) -> Self:
+        """The same model with all numbers of each vector."""
 
 
 class Embedder(ModelFacts, Protocol):
@@ -264,6 +276,7 @@ class BundleFacts:
         self.has_words = manifest.text is not None and can_read_words()
         self._words: TextEncoder | None = None
         self._words_opening = threading.Lock()
+        self._detector: Detector | None = None
         self._map: Model | None = None
         self._map_opening = threading.Lock()
         self._whole: Self | None = None
@@ -319,6 +332,22 @@ class BundleFacts:
             if self._words is None:
                 self._words = TextEncoder.open(self.bundle)
             return self._words
+
+    @property
+    def whole(self) -> Self:
+        """This model with all numbers of each vector."""
+        return self._whole or self
+
+    def parts(self, data: bytes) -> list[Box | None]:
+        """The parts of an encoded image that a search with crop = auto compares: the whole image,
+        which is None, and boxes of the detector, or windows without one. The first call opens the
+        detector.
+
+        Raises: ImageError, BundleError.
+        """
+        if self.boxes is not None and self._detector is None:
+            self._detector = Detector.open(self.bundle)
+        return auto_parts(data, self.limits, self.preprocessing.colour, self._detector)
 
     def known_images(self) -> list[bytes]:
         """The golden images as encoded files."""

@@ -336,9 +336,15 @@ def embedding_json(images: Images, model: str | None, dimensions: int | None) ->
     return {"input": sent, "model": model, "dimensions": dimensions}
 
 
-def golden_form(image: Image, label: Mapping[str, Any], name: str) -> list[Part]:
+def golden_form(
+    image: Image | None, label: Mapping[str, Any], name: str, crop: Any, texts: Sequence[Any]
+) -> list[Part]:
     """A labelled query as parts of a form. Raises: ImageReadError, ArgumentError."""
-    return [_file(image), _field("label", json_of(label)), _field("name", name)]
+    parts = [] if image is None else [_file(image)]
+    parts += [_field("label", json_of(label)), _field("name", name)]
+    if crop is not None:
+        parts += [_field("crop", part) for part in _crops(crop if crop == AUTO else [crop])]
+    return [*parts, _field("texts", json.dumps(list(texts)))] if texts else parts
 
 
 def failed_put(key: str, problem: Problem) -> PutAnswer:

@@ -660,21 +660,24 @@ class AsyncClient(_BaseClient):
     async def add_golden(
         self,
         gallery: str,
-        image: Image,
+        image: Image | None = None,
         *,
         keys: Sequence[str] = (),
         attribute: str | None = None,
         value: Scalar | None = None,
         name: str = "",
+        crop: Crop | Literal["auto"] | None = None,
+        texts: Sequence[str | calls.QueryText] = (),
     ) -> GoldenQuery:
-        """Add a labelled query; an image that is already labelled gets the new label.
+        """Add a labelled query; one that is already labelled gets the new label.
 
         The right items are those with these `keys`, or those whose `attribute` has this `value`.
-        Without either, the label is that no item is right.
+        Without either, the label is that no item is right. `crop` and `texts` are as in a search;
+        words need no image.
         """
         label: dict[str, Any] = {"keys": [*keys], "attribute": attribute, "value": value}
         label["no_match"] = not keys and attribute is None
-        parts = await self._read_files(calls.golden_form, image, label, name)
+        parts = await self._read_files(calls.golden_form, image, label, name, crop, texts)
         return await self._send(GoldenQuery, "POST", "galleries", gallery, "golden", parts=parts)
 
     async def remove_golden(self, gallery: str, sha256: str) -> None:

@@ -1,14 +1,20 @@
 """Golden sets: labelled queries and reports of runs, as the service and the library return them."""
 
 from collections.abc import Iterator
+from operator import not_
+from typing import Annotated, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from kinlens.reports import Report
 from kinlens.values import Scalar
 
 Interval = tuple[float, float]
 """Lower and upper bound of a 95 % confidence interval."""
+
+AUTO: Literal["auto"] = "auto"
+Crop = tuple[float, float, float, float] | Literal["auto"]
+"""A part of an image as left, top, width and height in fractions of it; auto for several parts."""
 
 _SHORT = 12  # characters of an id that are shown
 
@@ -31,12 +37,38 @@ class Label(BaseModel, frozen=True, extra="forbid"):
         return ", ".join(self.keys) or "no match"
 
 
+class Words(BaseModel, frozen=True, extra="forbid"):
+    """Words of a query, as in a search."""
+
+    text: Annotated[str, Field(min_length=1, max_length=1_000)]
+    weight: float = 1.0
+
+
 class GoldenQuery(Label):
-    """A labelled query of a golden set, identified by the sha256 (hex) of its image."""
+    """A labelled query of a golden set: an image or a part of it, words, or an image with words.
+
+    `sha256` (hex) identifies it. It is that of the image, which is `image_sha256` if the query also
+    has a crop or words; words alone have no image.
+    """
 
     sha256: str
     name: str = ""
     added_at: str
+    crop: Crop | None = Field(default=None, exclude_if=not_)
+    texts: tuple[Words, ...] = Field(default=(), exclude_if=not_)
+    image_sha256: str | None = Field(default=None, exclude_if=not_)
+
+    @property
+    def image(self) -> str | None:
+        """The sha256 (hex) of its image, None for words alone."""
+        return self.image_sha256 if self.crop or self.texts else self.sha256
+
+    @property
+    def title(self) -> str:
+        """Its name with its words and crop, for people."""
+        asked = [words.text for words in self.texts]
+        asked += [] if self.crop is None else [f"crop {self.crop}"]
+        return " ".join(filter(None, (self.name, f"({', '.join(asked)})" if asked else "")))
 
 
 class GoldenOutcome(BaseModel, frozen=True):
@@ -63,7 +95,7 @@ class GoldenOutcome(BaseModel, frozen=True):
         return self.precision
 
     def __str__(self) -> str:
-        return f"{self.query.sha256[:_SHORT]}  {self.query.name}  {self._text}"
+        return f"{self.query.sha256[:_SHORT]}  {self.query.title}  {self._text}"
 
     @property
     def _text(self) -> str:
@@ -141,7 +173,7 @@ class GoldenQueries(Report, BaseModel):
     def lines(self) -> Iterator[str]:
         """The id, the name and the label of each query."""
         for query in self.queries:
-            yield f"{query.sha256[:_SHORT]}  {query.name}  {query.wanted}"
+            yield f"{query.sha256[:_SHORT]}  {query.title}  {query.wanted}"
 
 
 class GoldenRuns(Report, BaseModel):

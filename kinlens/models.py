@@ -1,6 +1,7 @@
 """The JSON responses of the service. The client uses them too, so this imports no service code."""
 
 from datetime import datetime
+from operator import not_
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
@@ -238,6 +239,10 @@ class SearchAnswer(BaseModel):
             "is not in the gallery, or it ranks further down."
         ),
     ] = None
+    no_probabilities: Annotated[
+        str | None,
+        Field(description="Why a search with words has no probabilities; omitted for others."),
+    ] = None
     hits: list[HitModel]
     groups: Annotated[
         list[GroupModel] | None, Field(description="The groups, with group_by; hits is then empty.")
@@ -412,12 +417,15 @@ class GalleryDetail(GalleryModel):
 
 
 class FeedbackCounts(BaseModel):
-    """Counts of the feedback on a gallery; `pairs` of them can be used for training."""
+    """Counts of the feedback on a gallery. `pairs` of them can be used for training; `words` is the
+    number of different texts with an item that was right for them, omitted if there is none.
+    """
 
     clicked: int
     bought: int
     wrong: int
     pairs: int
+    words: int = Field(default=0, exclude_if=not_)
 
 
 class QueryShares(BaseModel):

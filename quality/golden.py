@@ -8,6 +8,7 @@ models of the HTTP API are in `kinlens.golden`, the measurement is in `kinlens.q
 
 import contextlib
 import hashlib
+import json
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from kinlens.embedder.errors import (
     ItemNotFoundError,
 )
 from kinlens.embedder.types import SHORT
-from kinlens.golden import GoldenQuery, GoldenRun, Label
+from kinlens.golden import Crop, GoldenQuery, GoldenRun, Label, Words
 from kinlens.indexer.attributes import is_printable
 from kinlens.indexer.filters.tree import Equals
 from kinlens.indexer.folder.layout import GOLDEN
@@ -54,11 +55,30 @@ def right_items(label: Label, store: VectorStore) -> int:
 
 @dataclass(frozen=True, slots=True)
 class NewQuery:
-    """A query image with its label; `name` is shown in reports, such as the file name."""
+    """A query with its label; `name` is shown in reports, such as the file name.
+
+    crop: the part of the image to search with.
+    texts: words that are added to the image, or the whole query if `data` is empty.
+    """
 
     data: bytes = field(repr=False)
     label: Label
     name: str = ""
+    crop: Crop | None = None
+    texts: tuple[Words, ...] = ()
+
+    @property
+    def image(self) -> str | None:
+        """The sha256 (hex) of its image, None for words alone."""
+        return hashlib.sha256(self.data).hexdigest() if self.data or not self.texts else None
+
+    @property
+    def sha256(self) -> str:
+        """The sha256 (hex) of its image; with a crop or words, that of all its parts."""
+        if self.image and not (self.crop or self.texts):
+            return self.image
+        parts = self.image, self.crop, [(words.text, words.weight) for words in self.texts]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 class GoldenSet:
@@ -76,9 +96,10 @@ class GoldenSet:
         return [GoldenQuery.model_validate_json(text) for (text,) in rows]
 
     def image(self, sha256: str) -> bytes:
-        """The image of a query. Raises: ItemNotFoundError."""
-        for (data,) in self._read("SELECT image FROM queries WHERE sha256 = ?", sha256):
-            if hashlib.sha256(data).hexdigest() != sha256:
+        """The image of a query, empty for words alone. Raises: ItemNotFoundError."""
+        for text, data in self._read("SELECT query, image FROM queries WHERE sha256 = ?", sha256):
+            image = GoldenQuery.model_validate_json(text).image
+            if image is not None and hashlib.sha256(data).hexdigest() != image:
                 raise self._damaged(f"the image of query {sha256[:SHORT]} has another hash")
             return bytes(data)
         raise ItemNotFoundError(
@@ -87,18 +108,22 @@ class GoldenSet:
         )
 
     def add(self, new: Sequence[NewQuery], store: VectorStore) -> list[GoldenQuery]:
-        """Add all queries or none. An image that is already a query gets the new label. `store` is
-        the gallery, which must have the right items.
+        """Add all queries or none. A query that is already there gets the new label. `store` is the
+        gallery, which must have the right items.
 
-        Raises: InvalidParameterError, FilterError for a label that does not fit the gallery, or too
-            many queries.
+        Raises: InvalidParameterError, FilterError for a label that does not fit the gallery, a
+            query without image and words, or too many queries.
         """
+        _check_queries(new)
         _check_labels(new, store)
         now = datetime.now(UTC).isoformat(timespec="seconds")
         made = [
             GoldenQuery(
                 **one.label.model_dump(),
-                sha256=hashlib.sha256(one.data).hexdigest(),
+                sha256=one.sha256,
+                crop=one.crop,
+                texts=one.texts,
+                image_sha256=one.image if one.crop or one.texts else None,
                 name=one.name[:_NAME] if is_printable(one.name) else "",
                 added_at=now,
             )
@@ -110,8 +135,8 @@ class GoldenSet:
         }
         if len(rows) < len(new):
             raise InvalidParameterError(
-                f"{len(new):,} queries have only {len(rows):,} different images. Label each image "
-                "once, with all its right items."
+                f"{len(new):,} queries have only {len(rows):,} different images, crops and texts. "
+                "Label each query once, with all its right items."
             )
         with self._changing() as connection:
             connection.executemany(
@@ -158,7 +183,7 @@ class GoldenSet:
         for query in self.queries():
             self.image(query.sha256)
 
-    def _read(self, query: str, *values: object) -> list[tuple[Any]]:
+    def _read(self, query: str, *values: object) -> list[tuple[Any, ...]]:
         if not self.file.is_file() or not self.file.stat().st_size:  # nothing was ever added
             return []
         with self._connected("rw") as connection:
@@ -197,6 +222,17 @@ class GoldenSet:
         )
 
 
+def _check_queries(new: Sequence[NewQuery]) -> None:
+    for one in new:
+        fault = ""
+        if one.data == b"" and not any(words.weight > 0 for words in one.texts):
+            fault = "has neither an image nor words with a weight above 0"
+        elif one.data == b"" and one.crop is not None:
+            fault = "has a crop and no image"
+        if fault:
+            raise InvalidParameterError(f"A query {fault}. Give it an image, words, or both.")
+
+
 def _check_labels(new: Sequence[NewQuery], store: VectorStore) -> None:
     known = store.stored([*{key for one in new for key in one.label.keys}])
     for one in new:
@@ -221,4 +257,4 @@ def _check_labels(new: Sequence[NewQuery], store: VectorStore) -> None:
 
 
 def _shown(query: NewQuery) -> str:
-    return f"query {query.name or hashlib.sha256(query.data).hexdigest()[:SHORT]!r:.200}"
+    return f"query {query.name or query.sha256[:SHORT]!r:.200}"

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from math import log
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +16,25 @@ from numpy.typing import NDArray
 from pydantic import BaseModel
 
 from kinlens.embedder.calibration import Calibration
-from kinlens.embedder.errors import FilterError, ImageError, ItemNotFoundError, KinlensError
+from kinlens.embedder.errors import (
+    BundleError,
+    FilterError,
+    ImageError,
+    InvalidParameterError,
+    ItemNotFoundError,
+    KinlensError,
+)
 from kinlens.embedder.sources.names import composed
-from kinlens.embedder.types import Hit
-from kinlens.golden import GoldenOutcome, GoldenQuery, GoldenRun, Interval, Label
+from kinlens.embedder.types import Hit, first_numbers
+from kinlens.golden import AUTO, GoldenOutcome, GoldenQuery, GoldenRun, Interval, Label
 from kinlens.indexer.filters.tree import Equals
-from kinlens.indexer.types import SAME_SCORE, Progress, VectorStore
+from kinlens.indexer.types import (
+    SAME_SCORE,
+    Progress,
+    SearchOptions,
+    VectorStore,
+    best_of_views,
+)
 from kinlens.quality.golden import MAX_RIGHT, GoldenSet, right_items
 from kinlens.quality.intervals import over_classes, wilson
 from kinlens.values import Scalar, single
@@ -39,7 +53,9 @@ _FALSE_MATCHES = 0.01
 
 Vector = NDArray[np.float32]
 Embedded = Mapping[str, Vector | KinlensError]
-"""The vector (D,) of each query by its sha256, or the error if there is none."""
+"""The vector (D,) of each query by its sha256; (V, D) of the parts of an image, of which the best
+counts; or the error if there is none.
+"""
 
 
 def judge_of(label: Label) -> Callable[[Hit], bool]:
@@ -104,24 +120,58 @@ def embedded(
     embedder: "Embedder",
     on_progress: Progress | None = None,
 ) -> dict[str, Vector | KinlensError]:
-    """Embed the queries. An image that is refused, or was removed since, gets its error.
+    """Embed the queries. An image that is refused, or was removed since, gets its error, and so do
+    words that the model cannot read.
 
     Raises: GalleryCorruptError.
     """
     found: dict[str, Vector | KinlensError] = {}
     for start in range(0, len(queries), _BATCH):
-        pixels = {}
-        for query in queries[start : start + _BATCH]:
+        batch = queries[start : start + _BATCH]
+        pixels: dict[str, list[NDArray[np.uint8]]] = {}
+        for query in batch:
             try:
-                pixels[query.sha256] = embedder.preprocess(golden.image(query.sha256))
+                pixels[query.sha256] = _pixels(golden, query, embedder)
             except (ImageError, ItemNotFoundError) as error:
                 found[query.sha256] = error
-        if pixels:
-            vectors = embedder.embed(np.stack([*pixels.values()]))
-            found |= dict(zip(pixels, vectors, strict=True))
+        images = [image for parts in pixels.values() for image in parts]
+        vectors = iter(embedder.whole.embed(np.stack(images)) if images else ())
+        for query in batch:
+            if query.sha256 in pixels:
+                parts = [next(vectors) for _ in pixels[query.sha256]]
+                found[query.sha256] = _joined(query, parts, embedder)
         if on_progress is not None:
-            on_progress(len(queries[start : start + _BATCH]))
+            on_progress(len(batch))
     return found
+
+
+def _pixels(golden: GoldenSet, query: GoldenQuery, embedder: "Embedder") -> list[NDArray[np.uint8]]:
+    """The parts of the image of a query; none for words alone.
+
+    Raises: ImageError, ItemNotFoundError, GalleryCorruptError.
+    """
+    data = golden.image(query.sha256)
+    if query.image is None:
+        return []
+    parts = embedder.parts(data) if isinstance(query.crop, str) else [query.crop]
+    return [embedder.preprocess(data, box) for box in parts]
+
+
+def _joined(
+    query: GoldenQuery, parts: Sequence[Vector], embedder: "Embedder"
+) -> Vector | KinlensError:
+    """What to search with for whole vectors of the parts of an image, and the words of a query."""
+    vectors = np.stack(parts) if parts else None
+    if query.texts:
+        try:
+            words = embedder.words()
+            texts = words.embed([each.text for each in query.texts])
+            vectors = words.joined(vectors, texts, [each.weight for each in query.texts])
+        except (BundleError, InvalidParameterError) as error:
+            return error
+    assert vectors is not None
+    vectors = first_numbers(vectors, embedder.dim)
+    return vectors if len(vectors) > 1 else vectors[0]
 
 
 def labelled(
@@ -132,11 +182,12 @@ def labelled(
 
     A label with keys accepts every image of the products of these items, by the attribute
     `product`. Queries whose items were removed are skipped, as are labels with another attribute,
-    which do not identify a product.
+    which do not identify a product; and words and several parts of a photo, whose scores are no
+    cosines of one photo.
     """
     for query in queries:
         vector = vectors.get(query.sha256)
-        if not isinstance(vector, np.ndarray):
+        if not isinstance(vector, np.ndarray) or query.texts or query.crop == AUTO:
             continue
         if query.no_match:
             yield vector, query.wanted, None
@@ -164,7 +215,9 @@ def ask(store: VectorStore, query: GoldenQuery, vector: Vector | KinlensError) -
     Raises: GalleryError, InvalidParameterError for a vector of another length.
     """
     if isinstance(vector, KinlensError):
-        return GoldenOutcome(query=query, problem=f"Its image cannot be used: {vector}")
+        is_image = isinstance(vector, ImageError | ItemNotFoundError)
+        what = "image" if is_image else "query"
+        return GoldenOutcome(query=query, problem=f"Its {what} cannot be used: {vector}")
     right = 0
     if not query.no_match:
         with contextlib.suppress(FilterError):  # the gallery was swapped, the attribute is missing
@@ -197,7 +250,11 @@ def _hits(store: VectorStore, vector: Vector, least: int) -> list[Hit]:
     """The best `least` hits, and further hits that tie with the last one."""
     hits: list[Hit] = []
     for k in (least + _TIE_HITS, 4 * (least + _TIE_HITS), 16 * (least + _TIE_HITS)):
-        [hits] = store.search(vector[np.newaxis], k)
+        if vector.ndim == 1:
+            [hits] = store.search(vector[np.newaxis], k)
+        else:
+            best = best_of_views(partial(store.search, vector), k, SearchOptions())
+            hits = [hit for hit, _ in best]
         if len(hits) < k or hits[-1].score < hits[least - 1].score - 2 * SAME_SCORE:
             break
     return hits
@@ -252,7 +309,7 @@ class GoldenResults:
     @classmethod
     def begin(cls, store: VectorStore, queries: Sequence[GoldenQuery]) -> "GoldenResults":
         """Read the facts of the gallery before the first query."""
-        own = len(store.contents([query.sha256 for query in queries]))
+        own = len(store.contents([query.image for query in queries if query.image]))
         return cls(store.bundle_id, store.generation, store.version, store.size, own)
 
     @classmethod

@@ -14,11 +14,10 @@ from PIL import Image as Pillow
 from kinlens.calls import AUTO, QueryText, QueryVector, png_of
 from kinlens.embedder.errors import InvalidParameterError, SourceError
 from kinlens.embedder.preprocess import Box, check_box
-from kinlens.embedder.session import BundleFacts, Embedder, pixels_of
+from kinlens.embedder.session import Embedder, pixels_of
 from kinlens.embedder.sources.names import printable, read_file
 from kinlens.embedder.sources.tables import PRODUCT
 from kinlens.embedder.types import Embeddings
-from kinlens.embedder.views.boxes import Detector, auto_parts
 from kinlens.errors import ArgumentError
 from kinlens.indexer.addresses import REMOTE, ImageAddress, ImageRoot
 from kinlens.indexer.attributes import Schema
@@ -126,7 +125,6 @@ class Viewer:
 
     def __init__(self, embedder: Embedder) -> None:
         self._embedder = embedder
-        self._detector: Detector | None = None
 
     def views(self, images: Sequence[Any], crops: Crops) -> tuple[list[View], Embeddings]:
         """A view for each image or crop of it, and their vectors (V, D).
@@ -150,11 +148,7 @@ class Viewer:
 
     def _boxes(self, data: bytes, crops: Crops) -> Sequence[Box | None]:
         if crops == AUTO:
-            embedder = self._embedder
-            known = self._detector
-            if known is None and isinstance(embedder, BundleFacts) and embedder.boxes:
-                self._detector = Detector.open(embedder.bundle)
-            return auto_parts(data, embedder.limits, embedder.preprocessing.colour, self._detector)
+            return self._embedder.parts(data)
         try:
             if isinstance(crops, str):
                 raise TypeError

@@ -7,11 +7,21 @@ from functools import partial
 from pathlib import Path
 
 from kinlens.embedder.errors import ImageError, InvalidParameterError, SourceError
-from kinlens.embedder.preprocess import ImageLimits, decode
+from kinlens.embedder.preprocess import ImageLimits, check_box, decode
 from kinlens.embedder.programs.progress import progress_bar
 from kinlens.embedder.session import Embedder, fitted
 from kinlens.embedder.sources.names import printable
-from kinlens.golden import GoldenQueries, GoldenQuery, GoldenRun, GoldenRuns, Label
+from kinlens.embedder.views.text import MAX_CHARACTERS
+from kinlens.golden import (
+    AUTO,
+    Crop,
+    GoldenQueries,
+    GoldenQuery,
+    GoldenRun,
+    GoldenRuns,
+    Label,
+    Words,
+)
 from kinlens.indexer.checks.duplicates import (
     Cluster,
     Floor,
@@ -35,7 +45,7 @@ from kinlens.quality.judging import Embedded, GoldenResults, embedded, labelled,
 from kinlens.reports import Report
 from kinlens.values import Scalar
 
-_KEYS = "keys"
+_KEYS, _TEXT, _CROP = "keys", "text", "crop"
 _SHOWN = 10
 
 
@@ -47,36 +57,49 @@ def golden(path: Path | str) -> GoldenQueries:
 
 def add_golden(
     gallery: Gallery,
-    image: Path | str,
+    image: Path | str | None = None,
     *,
     keys: Sequence[str] | None = None,
     attribute: str | None = None,
     value: Scalar | None = None,
+    crop: Crop | None = None,
+    texts: Sequence[str] = (),
 ) -> GoldenQuery:
-    """Add a query image with its right items; an image that is labelled gets the new label.
+    """Add a query with its right items; one that is labelled gets the new label.
 
     The right items are those with these `keys`, or those whose `attribute` has this `value`.
     Without either, the label is that no item is right.
+
+    Args:
+        crop: the part of the image to search with, or "auto" for each of several parts.
+        texts: words that are added to the image, or the whole query without one.
 
     Raises: SourceError for an image that cannot be used; InvalidParameterError, FilterError.
     """
     is_none = keys is None and attribute is None
     label = Label(keys=tuple(keys or ()), attribute=attribute, value=value, no_match=is_none)
-    [query] = _added(gallery, [_new(Path(image).resolve(), label)])
+    file = None if image is None else Path(image).resolve()
+    [query] = _added(gallery, [_new(file, label, crop=crop, texts=texts)])
     return query
 
 
 def add_golden_list(gallery: Gallery, file: Path | str) -> GoldenQueries:
     """Add all queries of a CSV list, or none.
 
-    The column `image` has paths relative to the list; the others are `keys` and attributes of the
-    gallery. A line has one of them, or none if no item is right.
+    The column `image` has paths relative to the list. Columns `text` and `crop` have words and the
+    part of an image to search with, unless the gallery has attributes of these names. The others
+    are `keys` and attributes of the gallery. A line has one of them, or none if no item is right.
 
     Raises: SourceError, InvalidParameterError, FilterError.
     """
     file, new = Path(file), []
-    for row in read_table(file, ("image",), {**gallery.schema(), _KEYS: "text"}):
+    schema = gallery.schema()
+    parts = [name for name in (_TEXT, _CROP) if name not in schema]
+    for row in read_table(file, ("image",), {**schema, **dict.fromkeys((_KEYS, *parts), "text")}):
         given = {name: v for name, v in row.attributes.items() if v is not None and v != ""}
+        asked = {name: str(given.pop(name)) for name in parts if name in given}
+        if not (row.cells["image"] or _TEXT in asked):
+            raise SourceError(f"{row.position} has no image and no text. Give one of them.")
         if len(given) > 1:
             raise SourceError(
                 f"{row.position} has values in {', '.join(given)}. Give keys or one attribute per "
@@ -91,10 +114,26 @@ def add_golden_list(gallery: Gallery, file: Path | str) -> GoldenQueries:
             label = Label(attribute=name, value=value)
             if name == _KEYS:
                 label = Label(keys=split_keys(str(value)))
-        new.append(_new(file.resolve().parent, label, row.cells["image"]))
+        root = file.resolve().parent if row.cells["image"] else None
+        crop, texts = crop_of(asked.get(_CROP)), [asked[_TEXT]] if _TEXT in asked else []
+        new.append(_new(root, label, row.cells["image"], crop, texts))
     if not new:
         raise SourceError(f"{file} lists no images. Write one per line below the header.")
     return GoldenQueries(queries=_added(gallery, new))
+
+
+def crop_of(text: str | None) -> Crop | None:
+    """The crop in a text, "auto" or left,top,width,height. Raises: InvalidParameterError."""
+    if not text or text == AUTO:
+        return AUTO if text else None
+    try:
+        sides = [float(side) for side in text.split(",")]
+    except ValueError as error:
+        raise InvalidParameterError(
+            f"The crop {text!r:.80} is neither auto nor left,top,width,height as fractions of the "
+            "image, such as 0.1,0.2,0.5,0.5."
+        ) from error
+    return check_box(sides)
 
 
 def split_keys(text: str) -> tuple[str, ...]:
@@ -357,8 +396,17 @@ def _added(gallery: Gallery, new: Sequence[NewQuery]) -> list[GoldenQuery]:
     return GoldenSet(gallery.path).add(new, gallery)
 
 
-def _new(place: Path, label: Label, path: str = "") -> NewQuery:
-    """A query of the file `path` in folder `place`, or of the file `place`."""
+def _new(
+    place: Path | None,
+    label: Label,
+    path: str = "",
+    crop: Crop | None = None,
+    texts: Sequence[str] = (),
+) -> NewQuery:
+    """A query of the file `path` in folder `place`, of the file `place`, or of words alone."""
+    words = tuple(_words(text) for text in texts)
+    if place is None:
+        return NewQuery(b"", label, "", crop, words)
     root, path = (place, path) if path else (place.parent, place.name)
     limits = ImageLimits()
     if not (root / path).exists():
@@ -368,4 +416,13 @@ def _new(place: Path, label: Label, path: str = "") -> NewQuery:
         decode(data, limits)
     except (ImageError, OSError) as error:
         raise SourceError(f"The image {root / path} cannot be used: {error}") from error
-    return NewQuery(data, label, path)
+    return NewQuery(data, label, path, crop, words)
+
+
+def _words(text: str) -> Words:
+    if not 0 < len(text.strip()) <= MAX_CHARACTERS:
+        raise InvalidParameterError(
+            f"The words {text!r:.80} must have 1 to {MAX_CHARACTERS:,} characters. Describe the "
+            "product in a few words."
+        )
+    return Words(text=text)

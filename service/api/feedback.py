@@ -10,7 +10,14 @@ from kinlens.embedder import errors
 from kinlens.models import Action, FeedbackCounts
 from kinlens.service.api.galleries import FAILURES, Service, stored_item
 from kinlens.service.api.requests import Strict, read_form
-from kinlens.service.galleries.feedback import IMAGE_PX, FeedbackStore, Question, as_csv
+from kinlens.service.galleries.feedback import (
+    IMAGE_PX,
+    ClickedWords,
+    FeedbackStore,
+    Pair,
+    Question,
+    as_csv,
+)
 from kinlens.service.http import bodies
 from kinlens.service.http.bodies import FORM, JSON, checked, fault
 from kinlens.service.http.openapi import body_docs, inlined, problems
@@ -94,20 +101,25 @@ async def feedback(runtime: Service, request: Request) -> None:
 async def gallery_feedback(
     runtime: Service,
     name: str,
-    kind: Annotated[Literal["csv", "json"], Query(alias="format")] = "csv",
+    kind: Annotated[Literal["csv", "words", "json"], Query(alias="format")] = "csv",
 ) -> FeedbackCounts | Response:
     """CSV with the columns query, query_key, item and action for training, oldest first. With
+    format=words, CSV with the columns text and item for kinlens-train teach-words. With
     format=json, the counts of each action and of the rows.
     """
     store = _store_of(runtime)
     async with runtime.registry.find(name):
         pass  # raises for an unknown gallery
     if kind == "csv":
-        text = await runtime.in_state(_SUBJECT, store, lambda store: as_csv(store.pairs(name)))
-        return Response(text, media_type=_CSV)
+        rows = await runtime.in_state(_SUBJECT, store, lambda store: store.pairs(name))
+        return Response(as_csv(Pair._fields, rows), media_type=_CSV)
+    if kind == "words":
+        words = await runtime.in_state(_SUBJECT, store, lambda store: store.words(name))
+        return Response(as_csv(ClickedWords._fields, words), media_type=_CSV)
 
     def count(store: FeedbackStore) -> FeedbackCounts:
-        return FeedbackCounts(**store.counts(name), pairs=len(store.pairs(name)))
+        pairs, words = len(store.pairs(name)), len(store.words(name))
+        return FeedbackCounts(**store.counts(name), pairs=pairs, words=words)
 
     return await runtime.in_state(_SUBJECT, store, count)
 

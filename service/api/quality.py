@@ -5,7 +5,6 @@ A run uses one search thread at a time and queues for it like a search, so it de
 little.
 """
 
-import hashlib
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path as FilePath
@@ -15,7 +14,8 @@ from fastapi import APIRouter, Path, Query, Request, Response
 
 from kinlens.embedder import errors
 from kinlens.embedder.errors import ImageError, InvalidParameterError, KinlensError
-from kinlens.golden import GoldenQueries, GoldenQuery, GoldenRun, GoldenRuns, Label
+from kinlens.embedder.views.windows import windows
+from kinlens.golden import AUTO, GoldenQueries, GoldenQuery, GoldenRun, GoldenRuns, Label, Words
 from kinlens.indexer.checks.duplicates import (
     Member,
     clusters_of,
@@ -30,7 +30,7 @@ from kinlens.service.access.audit import note
 from kinlens.service.api.galleries import CHANGE_FAILURES, FAILURES, IMAGE_FAILURES, Service
 from kinlens.service.api.images import AS_SIZE, KEPT, Size
 from kinlens.service.api.items import item_model
-from kinlens.service.api.requests import read_form
+from kinlens.service.api.requests import read_form, search_of
 from kinlens.service.concurrency import BoundedPool, within
 from kinlens.service.galleries.registry import Served
 from kinlens.service.http.bodies import FORM, checked, fault, off_loop, parse_json, read_body
@@ -38,6 +38,8 @@ from kinlens.service.http.openapi import body_docs, problems
 from kinlens.service.http.rules import Route, rule
 from kinlens.service.runtime import Runtime
 from kinlens.service.search.pipeline import CancelToken
+from kinlens.service.search.query import Query as Search
+from kinlens.service.search.query import views_of
 
 MAX_ITEMS = 10_000
 """Maximum number of items in a gallery that a request may search for near-duplicates."""
@@ -47,21 +49,26 @@ _SCANS = BoundedPool("near-duplicates", 1, 0)  # one at a time, since it uses al
 _QUERIES_PER_LIMIT = 16
 _KEPT = (*FAILURES, errors.GalleryConflictError)
 _MODEL = (errors.SearchError, errors.BundleError)
+_FIELDS = {"label", "name", "crop", "texts"}
 _LABEL_TEXT = (
     'The right items, as JSON: {"keys": ["a", "b"]}, {"attribute": "product", "value": 12} or '
     '{"no_match": true}.'
 )
 _ADD_FORM: dict[str, Any] = {
     "type": "object",
-    "required": ["image", "label"],
+    "required": ["label"],
     "properties": {
         "image": {"type": "string", "format": "binary", "description": "The image file."},
+        "crop": {"type": "string", "description": "As in a search: one crop, or auto."},
+        "texts": {"type": "string", "description": "As in a search: words with weights, as JSON."},
         "label": {"type": "string", "description": _LABEL_TEXT},
         "name": {"type": "string", "description": "The name of the query in reports."},
     },
 }
 
-Sha256 = Annotated[str, Path(pattern="^[0-9a-f]{64}$", description="The sha256 of its image.")]
+Sha256 = Annotated[
+    str, Path(pattern="^[0-9a-f]{64}$", description="Its sha256, as in the list of queries.")
+]
 router = APIRouter(route_class=Route, prefix="/galleries/{name}")
 
 
@@ -82,7 +89,8 @@ async def queries(runtime: Service, name: str) -> GoldenQueries:
 )
 @rule("write", "galleries", "image", docs=partial(body_docs, {FORM: {"schema": _ADD_FORM}}))
 async def add(runtime: Service, name: str, request: Request) -> GoldenQuery:
-    """Store an image with its right items; an image that is stored already gets the new label.
+    """Store an image, words or both with the right items; a query that is stored already gets the
+    new label.
 
     The keys, or an item with the value, must exist in the gallery.
     """
@@ -92,7 +100,7 @@ async def add(runtime: Service, name: str, request: Request) -> GoldenQuery:
         body, _ = await read_body(request, FORM)
         new = await off_loop(request, lambda: _new_query(request, body))
         async with within(runtime.settings.request_timeout_ms / 1e3, "Embedding the image"):
-            await served.model.encode(new.data, hashlib.sha256(new.data).hexdigest())
+            await runtime.searching.vectors(served, _query_of(new, new.data))
         [made] = await runtime.change(served, lambda: golden.add([new], served.require_whole()))
     note(request.scope["state"], affected=1)
     return made
@@ -139,6 +147,8 @@ async def image(
     async with runtime.registry.find(name) as served:
         golden = GoldenSet(_folder(served))
         data = await runtime.read("the image", lambda: golden.image(sha256), served=served)
+    if not data:
+        raise errors.ItemNotFoundError(f"Query {sha256} has words alone, and no image.")
 
     async def read() -> bytes:
         return data
@@ -297,26 +307,51 @@ async def _vector(
     read = partial(golden.image, query.sha256)
     try:
         data = await runtime.pools["file"].run(read, bulk=True)
-        return await served.model.encode(data, query.sha256, "golden")
-    except (ImageError, errors.ItemNotFoundError) as error:  # ItemNotFoundError: was removed since
-        return error
+        vectors = await runtime.searching.vectors(served, _query_of(query, data))
+    except (ImageError, InvalidParameterError, errors.ItemNotFoundError) as error:
+        return error  # ItemNotFoundError: it was removed since
+    return vectors if len(vectors) > 1 else vectors[0]
+
+
+def _query_of(asked: GoldenQuery | NewQuery, data: bytes) -> Search:
+    """The search of a labelled query with the image `data`."""
+    is_auto = isinstance(asked.crop, str)
+    boxes = windows() if isinstance(asked.crop, str) else [asked.crop]
+    return Search(
+        views=views_of(data, boxes, is_auto=is_auto) if data else (),
+        texts=tuple((words.text, words.weight) for words in asked.texts),
+        best_view=is_auto,
+    )
 
 
 def _new_query(request: Request, body: bytes) -> NewQuery:
     """Raises: HTTPException (400), RequestValidationError."""
     images, fields = read_form(request, body)
-    if len(images) != 1:
-        raise fault("image", f"The form has {len(images)} images; send one.")
     sent = dict(fields)
-    if len(sent) < len(fields) or not sent.keys() <= {"label", "name"}:
-        raise fault("label", "A field is unknown or sent twice; send image, label and name once.")
+    if len(images) > 1 or (not images and "texts" not in sent):
+        raise fault("image", f"The form has {len(images)} images; send one, or texts.")
+    if not images and "crop" in sent:
+        raise fault("crop", "crop was sent without an image; omit it.")
+    if len(sent) < len(fields) or not sent.keys() <= _FIELDS:
+        raise fault(
+            "label", f"A field is unknown or sent twice; send image, {', '.join(sorted(_FIELDS))}."
+        )
     if "label" not in sent:
         raise fault("label", f"label is missing. {_LABEL_TEXT}")
     try:
         label = parse_json(sent["label"].encode())
     except ValueError as error:
         raise fault("label", f"label is not valid JSON: {error}. {_LABEL_TEXT}") from error
-    return NewQuery(images[0], checked(Label, label, lambda _: "label"), sent.get("name", ""))
+    asked = [(name, sent[name]) for name in ("crop", "texts") if name in sent]
+    search = search_of(asked, images)
+    crops = search.images[0].crops if images else []
+    return NewQuery(
+        b"".join(images),
+        checked(Label, label, lambda _: "label"),
+        sent.get("name", ""),
+        (AUTO if len(crops) > 1 else crops[0]) if crops else None,
+        tuple(Words(text=words.text, weight=words.weight) for words in search.texts),
+    )
 
 
 def _comparable(served: Served) -> Gallery:

@@ -772,6 +772,11 @@ def _of_pairs(model: type[Parsed], pairs: Pairs, images: Sequence[bytes]) -> Par
     return checked(model, {**fields, "images": sent}, _form_name)
 
 
+def search_of(pairs: Pairs, images: Sequence[bytes]) -> SearchRequest:
+    """A search with these form fields and images. Raises: RequestValidationError."""
+    return _not_empty(_of_pairs(SearchRequest, pairs, images))
+
+
 def _batch_of_json(body: bytes) -> list[Query | Exception]:
     payload = bodies.parse_object(body)
     raw = payload.get("queries")
@@ -793,7 +798,7 @@ def _batch_of_form(request: Request, body: bytes) -> list[Query | Exception]:
     if not images:
         raise _empty_query()
     _check("queries", len(images), Settings.max_batch_queries)
-    search = _not_empty(_of_pairs(SearchRequest, pairs, images[:1]))
+    search = search_of(pairs, images[:1])
     shared, first = search.query(), search.images[0]
     others = search.other_views()
     queries = [replace(shared, views=(*first.views(data), *others)) for data in images]

@@ -353,6 +353,7 @@ def _json(
     answer: Answer, timings: dict[str, float], feedback: FeedbackStore | None, like: str = ""
 ) -> bytes:
     """The answer as JSON; the results are encoded already and are not parsed again."""
+    why = answer.no_probabilities
     head = to_json(
         {
             "bundle_id": answer.bundle_id,
@@ -363,6 +364,7 @@ def _json(
             "cached": answer.cached,
             "min_score": answer.query.min_score,
             "timings_ms": timings,
+            **({} if why is None else {"no_probabilities": why}),
             **({} if feedback is None else {"answer_id": _answer_id(answer, feedback, like)}),
         }
     )
@@ -373,8 +375,8 @@ def _json(
 
 
 def _answer_id(answer: Answer, feedback: FeedbackStore, like: str) -> str | None:
-    """The id for feedback on this answer; None unless the query is one whole image or an item,
-    without words.
+    """The id for feedback on this answer; None unless the query is one whole image or an item, or
+    one text alone in a service that keeps what customers send.
 
     For several liked items without an image, it is about the first item.
     """
@@ -382,7 +384,13 @@ def _answer_id(answer: Answer, feedback: FeedbackStore, like: str) -> str | None
     if len(views) == 1 and isinstance(views[0], View) and views[0].box is None:
         image = views[0].digest
     item = "" if views else like or next(iter(answer.query.positives), "")
-    if answer.query.texts or not (image or item):
+    texts = answer.query.texts
+    is_text = len(texts) == 1 and not (views or item or answer.query.negatives)
+    if is_text and feedback.keeps_words:
+        text = " ".join(texts[0][0].split())
+        question = Question(answer.gallery, answer.gallery_version, text=text)
+        return feedback.sign(question)
+    if texts or not (image or item):
         return None
     question = Question(answer.gallery, answer.gallery_version, image, item)
     return feedback.sign(question)

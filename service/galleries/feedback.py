@@ -1,10 +1,12 @@
 """Feedback of users on answers: which item was right for a query image or item, and which was not.
 
     answer ─► sign ─► answer_id ─► POST /feedback ─► question ─► add ─► pairs ─► CSV, training
+                                                                    └► words ─► CSV, teach-words
 
 STATE/feedback.sqlite stores the rows and the secret for signatures. STATE/feedback/pictures stores
-the query images, if the operator chose to keep them. Nothing about the client is stored, and no
-time finer than a day. Any number of threads and processes may use both.
+the query images, if the operator chose to keep them; only then the words of queries are stored.
+Nothing about the client is stored, and no time finer than a day. Any number of threads and
+processes may use both.
 """
 
 import base64
@@ -18,7 +20,7 @@ import secrets
 import shutil
 import sqlite3
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
@@ -49,19 +51,26 @@ CREATE TABLE IF NOT EXISTS feedback (
     UNIQUE (gallery, version, picture, query_key, item, action)
 ) STRICT;
 CREATE INDEX IF NOT EXISTS feedback_by_picture ON feedback (picture);
+CREATE TABLE IF NOT EXISTS words (
+    number INTEGER PRIMARY KEY,
+    gallery TEXT NOT NULL, version TEXT NOT NULL, text TEXT NOT NULL,
+    item TEXT NOT NULL, action TEXT NOT NULL, day TEXT NOT NULL,
+    UNIQUE (gallery, version, text, item, action)
+) STRICT;
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
     """The query of an answer and the gallery version that it searched. The query is the sha256
-    (hex) of an `image`, or the key of an `item`.
+    (hex) of an `image`, the key of an `item`, or the words of a `text`.
     """
 
     gallery: str
     version: str
     image: str = ""
     item: str = ""
+    text: str = ""
 
 
 class Pair(NamedTuple):
@@ -75,14 +84,29 @@ class Pair(NamedTuple):
     action: str
 
 
+class ClickedWords(NamedTuple):
+    """A row of words.csv: the words of a query, and the key of an item that was right for them."""
+
+    text: str
+    item: str
+
+
 class FeedbackStore:
     """The feedback in the folder `state`. Above `max_rows` the oldest rows are removed; `tidy`
-    removes rows older than `days`.
+    removes rows older than `days`. `keeps_words` is whether answers to words alone get feedback.
 
     Every call raises: StateError if the disk cannot be read or written.
     """
 
-    def __init__(self, state: Path, *, max_rows: int = 100_000, days: int = 180) -> None:
+    def __init__(
+        self,
+        state: Path,
+        *,
+        max_rows: int = 100_000,
+        days: int = 180,
+        keeps_words: bool = False,
+    ) -> None:
+        self.keeps_words = keeps_words
         self._path = state / _DATABASE
         self._images = state / "feedback" / "pictures"
         self._max_rows = max_rows
@@ -109,6 +133,7 @@ class FeedbackStore:
         """The answer_id of an answer to this question; every process accepts feedback on it."""
         version = question.version[:VERSION_DIGITS]
         parts = [question.gallery, version, question.image, question.item]
+        parts += [question.text] if question.text else []
         payload = json.dumps(parts, ensure_ascii=False).encode()
         return base64.urlsafe_b64encode(self._mac(payload) + payload).decode().rstrip("=")
 
@@ -133,6 +158,8 @@ class FeedbackStore:
         """Store one feedback, and the query image if given; False if the same feedback is already
         stored. It survives a crash of the process; a power failure may lose the last rows.
         """
+        if question.text:
+            return self._add_words(question, item, action)
         today = _today()
         row = (question.gallery, question.version, question.image, question.item, item, action)
         with self._transaction() as connection:
@@ -177,15 +204,43 @@ class FeedbackStore:
                 found.append(Pair(query, key, item, action))
         return found
 
+    def _add_words(self, question: Question, item: str, action: Action) -> bool:
+        row = (question.gallery, question.version, question.text, item, action)
+        with self._transaction() as connection:
+            sql = (
+                "INSERT OR IGNORE INTO words (gallery, version, text, item, action, day)"
+                " VALUES (?, ?, ?, ?, ?, ?)"
+            )
+            is_new = connection.execute(sql, (*row, _today().isoformat())).rowcount > 0
+            sql = "DELETE FROM words WHERE number <= (SELECT max(number) FROM words) - ?"
+            connection.execute(sql, (self._max_rows,))
+        return is_new
+
+    def words(self, gallery: str) -> list[ClickedWords]:
+        """The words of queries with the items that were clicked or bought after them, oldest first;
+        without those that were called wrong as often.
+        """
+        sql = (
+            "SELECT text, item FROM words WHERE gallery = ? GROUP BY text, item"
+            " HAVING sum(CASE action WHEN 'wrong' THEN -1 ELSE 1 END) > 0 ORDER BY min(number)"
+        )
+        with self._transaction() as connection:
+            return [ClickedWords(*row) for row in connection.execute(sql, (gallery,))]
+
     def galleries(self) -> list[str]:
         """The names of galleries with feedback."""
         with self._transaction() as connection:
-            rows = connection.execute("SELECT DISTINCT gallery FROM feedback ORDER BY gallery")
+            rows = connection.execute(
+                "SELECT gallery FROM feedback UNION SELECT gallery FROM words ORDER BY gallery"
+            )
             return [gallery for (gallery,) in rows]
 
     def counts(self, gallery: str) -> dict[Action, int]:
         """The number of rows for each action."""
-        sql = "SELECT action, count(*) FROM feedback WHERE gallery = ? GROUP BY action"
+        sql = (
+            "SELECT action, count(*) FROM (SELECT gallery, action FROM feedback"
+            " UNION ALL SELECT gallery, action FROM words) WHERE gallery = ? GROUP BY action"
+        )
         with self._transaction() as connection:
             found = connection.execute(sql, (gallery,)).fetchall()
         return dict.fromkeys(ACTIONS, 0) | dict(found)
@@ -193,7 +248,9 @@ class FeedbackStore:
     def export(
         self, gallery: str, folder: Path, names: Mapping[str, str] | None = None
     ) -> list[Pair]:
-        """Write `pairs` to FOLDER/pairs.csv, and their query images to FOLDER/pictures."""
+        """Write `pairs` to FOLDER/pairs.csv, and their query images to FOLDER/pictures; without
+        `names` also `words` to FOLDER/words.csv, if there are some.
+        """
         pairs = self.pairs(gallery, names)
         expired = set()
         try:
@@ -204,7 +261,10 @@ class FeedbackStore:
                 except FileNotFoundError:  # it was just removed because of its age
                     expired.add(name)
             pairs = [pair for pair in pairs if pair.query not in expired]
-            write_whole(folder / "pairs.csv", as_csv(pairs).encode(), _STEP)
+            write_whole(folder / "pairs.csv", as_csv(Pair._fields, pairs).encode(), _STEP)
+            if names is None and (words := self.words(gallery)):
+                text = as_csv(ClickedWords._fields, words)
+                write_whole(folder / "words.csv", text.encode(), _STEP)
         except OSError as error:
             raise StateError(
                 f"{folder} cannot be written: {error}. Choose another folder."
@@ -214,8 +274,12 @@ class FeedbackStore:
     def clear(self, gallery: str | None = None) -> int:
         """Remove the feedback on a gallery, by default on all; the number of removed rows."""
         with self._transaction() as connection:
-            sql = "DELETE FROM feedback WHERE gallery = coalesce(?, gallery)"
-            removed = connection.execute(sql, (gallery,)).rowcount
+            removed = 0
+            for sql in (
+                "DELETE FROM feedback WHERE gallery = coalesce(?, gallery)",
+                "DELETE FROM words WHERE gallery = coalesce(?, gallery)",
+            ):
+                removed += connection.execute(sql, (gallery,)).rowcount
             self._drop_images(connection)
         return removed
 
@@ -224,6 +288,7 @@ class FeedbackStore:
         oldest = _today() - timedelta(days=self._days)
         with self._transaction() as connection:
             connection.execute("DELETE FROM feedback WHERE day < ?", (oldest.isoformat(),))
+            connection.execute("DELETE FROM words WHERE day < ?", (oldest.isoformat(),))
             self._drop_images(connection)
 
     def close(self) -> None:
@@ -271,8 +336,12 @@ def open_feedback(settings: Settings) -> FeedbackStore:
         raise StateMissingError(
             "Feedback needs a state folder. Set it with --state DIR or KINLENS_STATE."
         )
-    most, days = settings.feedback_max_rows, settings.feedback_days
-    return FeedbackStore(settings.state, max_rows=most, days=days)
+    return FeedbackStore(
+        settings.state,
+        max_rows=settings.feedback_max_rows,
+        days=settings.feedback_days,
+        keeps_words=settings.feedback == "pictures",
+    )
 
 
 def forget(settings: Settings, store: FeedbackStore | None, gallery: str) -> int:
@@ -289,11 +358,11 @@ def forget(settings: Settings, store: FeedbackStore | None, gallery: str) -> int
         return opened.clear(gallery)
 
 
-def as_csv(pairs: Sequence[Pair]) -> str:
-    """The content of pairs.csv."""
+def as_csv(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A list with a header as CSV."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerows([Pair._fields, *pairs])
+    writer.writerows([header, *rows])
     return text.getvalue()
 
 

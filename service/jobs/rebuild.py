@@ -327,7 +327,9 @@ def _judged_by_golden(
     """
     plan, golden = context.plan, GoldenSet(context.plan.gallery)
     golden_queries = golden.queries()
-    queries = [x for x in golden_queries if seen is not None and not seen.has_image(x.sha256)]
+    queries = [
+        x for x in golden_queries if seen is not None and not (x.image and seen.has_image(x.image))
+    ]
     if not golden_queries:
         return otherwise
     if plan.old_bundle is None or not queries:

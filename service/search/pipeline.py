@@ -40,11 +40,16 @@ from kinlens.service.galleries.registry import FILTERED, Registry, Served
 from kinlens.service.galleries.view import GalleryView, check_names
 from kinlens.service.observe.metrics import Metrics, record_wait, span
 from kinlens.service.search.guarantee import guaranteed, guaranteed_by
-from kinlens.service.search.query import Answer, Found, Query, nearness
+from kinlens.service.search.query import (
+    WORDS_NOT_CALIBRATED,
+    Answer,
+    Found,
+    Query,
+    nearness,
+)
 
 _LIMITED = ("The search", "Ask for fewer results or try again in a second.")
 _VERSION_BYTES = 64
-_NOT_CALIBRATED = "scores of words are not calibrated"
 _TIE = 1e-6  # cosines this close count as equal, so either item is a correct result
 
 
@@ -204,7 +209,7 @@ class Pipeline:
             calibrated = served.calibrated = calibrated_by(served)
             guarantee = guaranteed_by(served, query) if query.asks_guarantee else None
         if query.texts:
-            calibrated = _NOT_CALIBRATED
+            calibrated = WORDS_NOT_CALIBRATED
         if query.min_probability is not None and isinstance(calibrated, str):
             raise InvalidParameterError(
                 f"min_probability = {query.min_probability:g} needs probabilities, and this "
@@ -216,9 +221,7 @@ class Pipeline:
         stages, search_ms, is_cached = finding, 0.0, results is not None
         if results is None:
             vectors, stages = self._vectors(served, query, cached, known, cancel_token)
-            # The first texts wait for the text tower, which is no reading of the gallery.
-            texts = [text for text, _ in query.texts]
-            words = model.embed_texts(texts) if texts else np.empty((0, 0), np.float32)
+            words = _words(served, query)
             stages = Stages(stages.decode + finding.decode, stages.embed + finding.embed)
             before = time.perf_counter()
             with served.reading(), span("search"):
@@ -237,6 +240,24 @@ class Pipeline:
         stages = replace(stages, search=search_ms, total=total_ms)
         self._observe(stages)
         return Answer(model.bundle_id, served.name, version, query, results, is_cached, stages)
+
+    async def vectors(self, served: Served, query: Query) -> Embeddings:
+        """The vectors (V, D) that a query without items is searched with, one for each view with
+        `best_view`; as a bulk call for a golden set.
+
+        Raises: ImageError, InvalidParameterError, SearchError, BundleError.
+        """
+
+        def embed() -> Embeddings:
+            cancel_token = CancelToken()
+            found, known, _ = self._with_boxes(served, query, cancel_token)
+            lookups = [_model(served, query).lookup(view) for view in found.images]
+            cached = self._cache.get_all(lookups)
+            vectors, _ = self._vectors(served, found, cached, known, cancel_token)
+            return _targets(served, found, vectors, _words(served, found)).vectors
+
+        async with self._search_threads.bulk_limit("golden"):
+            return await self._search_threads.run(embed, bulk=True)
 
     def _with_boxes(
         self, served: Served, query: Query, cancel_token: CancelToken
@@ -391,6 +412,14 @@ def find(
 def _model(served: Served, query: Query) -> Model:
     """The model for the images of a query: words are added to whole vectors."""
     return served.model.whole if query.texts else served.model
+
+
+def _words(served: Served, query: Query) -> Embeddings:
+    """The vectors (M, D) of the texts of a query. The first ones wait for the text tower, which is
+    no reading of the gallery.
+    """
+    texts = [text for text, _ in query.texts]
+    return served.model.embed_texts(texts) if texts else np.empty((0, 0), np.float32)
 
 
 def _targets(served: Served, query: Query, vectors: Sequence[Vector], words: Embeddings) -> Targets:

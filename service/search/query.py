@@ -31,6 +31,8 @@ from kinlens.values import AttributeValue
 
 _HITS_OF_A_UNIT = 1_000
 
+WORDS_NOT_CALIBRATED = "scores of words are not calibrated"
+
 Combine = Literal["mean", "best"]
 Distinct = bool | Literal["near"]
 
@@ -172,6 +174,11 @@ class Answer:
     results: bytes
     cached: bool
     stages: Stages
+
+    @property
+    def no_probabilities(self) -> str | None:
+        """Why hits of this kind of query never have probabilities; None if they can."""
+        return WORDS_NOT_CALIBRATED if self.query.texts else None
 
 
 @dataclass(frozen=True, slots=True)

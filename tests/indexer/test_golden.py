@@ -18,7 +18,7 @@ from kinlens.indexer.live.backup import restore_backup
 from kinlens.quality.golden import MAX_QUERIES, GoldenSet, NewQuery
 from kinlens.quality.judging import GoldenResults, change
 from kinlens.quality.judging import labelled as golden_labels
-from tests.indexer.conftest import Run, failure, flipped, printed
+from tests.indexer.conftest import Run, failure, flipped, printed, usage
 from tests.indexer.oracle import DIM, clumped, entry, units
 from tests.support.seams import adopt, compare, write_backup
 from tests.tiny import encoded, photo
@@ -306,6 +306,35 @@ def test_the_command_prints_what_labelled_queries_guarantee(
     assert "needs at least 19 labelled queries" in stated["sets"]
     shown = printed(run("calibrate", built, "--json"))
     assert "labelled queries of" in shown["guarantee"]
+
+
+def test_the_commands_label_words_and_parts_of_photos(run: Run, built: Path, photos: Path) -> None:
+    (photos / "asked.csv").write_text(
+        'image,text,crop,keys\na.png,,auto,cup/a.png\na.png,,"0,0,0.5,0.5",cup/a.png\n'
+        "a.png,in green,,cup/a.png\n,green cup,,f.gif\n"
+    )
+    made = printed(run("golden", "add", built, "--csv", photos / "asked.csv", "--json"))["queries"]
+    assert [(one.get("crop"), len(one.get("texts", ()))) for one in made] == [
+        ("auto", 0),
+        ([0, 0, 0.5, 0.5], 0),
+        (None, 1),
+        (None, 1),
+    ]
+    one = ("golden", "add", built, "--query", photos / "a.png", "--keys", "cup/a.png")
+    assert "4 in all" in run(*one, "--crop", "auto").stdout
+    words = ("golden", "add", built, "--text", "blue cup", "--no-match")
+    assert "5 in all" in run(*words).stdout
+    assert "(blue cup)  no match" in run("golden", "list", built).stdout
+    assert "files are intact" in run("verify", built).stdout
+    report = printed(run("golden", "run", built, "--bundle", "b", "--json"))
+    assert (report["judged"], report["left_out"]) == (2, 3)
+    problems = [one["problem"] for one in report["worst"] if one["problem"]]
+    assert len(problems) == 3
+    assert all("no text tower" in problem for problem in problems)
+    (photos / "no.csv").write_text("image,text,keys\n,,f.gif\n")
+    none = run("golden", "add", built, "--csv", photos / "no.csv")
+    assert "no image and no text" in failure(none)
+    assert "--crop needs --query" in usage(run(*words, "--crop", "auto"))
 
 
 def test_a_wrong_label_is_one_line_of_what_to_do(run: Run, built: Path, photos: Path) -> None:

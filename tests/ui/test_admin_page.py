@@ -62,9 +62,8 @@ def test_the_golden_set_shows_its_worst_answers(open_admin: OpenPage, shop: Admi
     labels = ({"keys": ["i/00.png"]}, {"keys": ["i/05.png"]}, {"no_match": True})
     for number, label in enumerate(labels):
         files = {"image": ("q.png", shop.images[number])}
-        answer = shop.shop.client.post(
-            "/galleries/shop/golden", files=files, data={"label": json.dumps(label)}
-        )
+        fields = {"label": json.dumps(label)} | ({"crop": "0,0,0.9,1"} if number == 1 else {})
+        answer = shop.shop.client.post("/galleries/shop/golden", files=files, data=fields)
         answer.raise_for_status()
     page.reload()
     expect(page.get_by_test_id("golden-count")).to_have_text("3 labelled")
@@ -75,6 +74,7 @@ def test_the_golden_set_shows_its_worst_answers(open_admin: OpenPage, shop: Admi
     worst = page.get_by_test_id("golden-worst")
     expect(worst).to_have_count(2)
     expect(page.get_by_test_id("golden-report")).to_contain_text("Wanted: i/05.png")
+    expect(worst.filter(has_text="i/05.png")).to_contain_text("Asked: crop 0,0,0.9,1")
     expect(worst.locator("img.broken")).to_have_count(0)
     assert faults(page) == []
 

@@ -11,7 +11,7 @@ import { imageOf } from "../shared/images.js";
 
 const SHOWN_RUNS = 20;
 const HEAD = ["When", "Model", "Items", "Recall@1", "Recall@5", "Recall@10", "MAP@R", "No-match precision"];
-const EMPTY = "There are no labelled queries yet. Label images that customers send, with kinlens-index golden add or POST /galleries/NAME/golden.";
+const EMPTY = "There are no labelled queries yet. Label what customers send, images or words, with kinlens-index golden add or POST /galleries/NAME/golden.";
 
 const part = (value) => (value === null ? "–" : `${(value * 100).toFixed(1)}%`);
 
@@ -46,13 +46,16 @@ function worstRow(one, known, generation) {
   const path = galleryPath(state.name);
   const row = element("li", { className: "panel-box golden-row" });
   row.dataset.testid = "golden-worst";
-  if (known.has(query.sha256)) row.append(thumb(`${path}/golden/${query.sha256}/image`, `Query ${query.name}`));
+  const hasImage = !query.texts || query.image_sha256;
+  if (hasImage && known.has(query.sha256)) row.append(thumb(`${path}/golden/${query.sha256}/image`, `Query ${query.name}`));
   if (one.best_id !== null && generation === chosen()?.generation) {
     row.append(thumb(`${path}/items/${one.best_id}/image?generation=${generation}`, `Found ${one.best_key}`));
   }
   const found = one.best_key === null ? "nothing" : `${one.best_key} (${one.best_score.toFixed(3)})`;
   const rank = one.rank === null ? "" : `; first right answer at rank ${one.rank}`;
   const text = element("div", { className: "golden-text" });
+  const asked = [...(query.texts ?? []).map((words) => words.text), ...(query.crop ? [`crop ${query.crop}`] : [])];
+  if (asked.length > 0) text.append(element("p", { textContent: `Asked: ${asked.join(", ")}` }));
   text.append(element("p", { textContent: `Wanted: ${wanted(query)}` }));
   text.append(element("p", { className: "hint", textContent: one.problem || `Found first: ${found}${rank}` }));
   row.append(text);

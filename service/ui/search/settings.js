@@ -12,7 +12,7 @@ import { imageOf, linkOf } from "../shared/images.js";
 const FRESH_MS = 30_000;
 const NOTES = {
   pairs: "Your likes and dislikes are sent to the shop, without your name.",
-  pictures: "Your likes and dislikes are sent to the shop with the photo that you searched with, without your name.",
+  pictures: "Your likes and dislikes are sent to the shop with the photo or words that you searched with, without your name.",
 };
 const COMBINE = {
   images: ["Several photos", "Search each photo", "One search, best match counts"],

@@ -1,7 +1,9 @@
 """Words as queries: alone, with an image, against an image, and where a bundle knows none."""
 
 import base64
+import hashlib
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,13 +13,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from kinlens.client import Client, Query
+from kinlens.commands.__main__ import app as commands
 from kinlens.embedder import session
 from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.session import OnnxEmbedder
 from kinlens.embedder.types import first_numbers
 from kinlens.embedder.views.text import TextEncoder
+from kinlens.errors import NotFoundError
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.ingest.build import build_gallery
 from kinlens.indexer.ingest.sources import folder_source
@@ -204,6 +209,112 @@ def test_texts_are_embedded_together_and_once(
     refused = service.client.post("/v1/embeddings", json={"input": ["red", PHOTO_URL, " "]})
     assert_problem(refused, 422, "invalid-parameter")
     assert "input[2]" in refused.text
+
+
+@pytest.fixture
+def shop(words: Bundle, tiny_gallery: Path, tmp_path: Path) -> Iterator[tuple[Running, Client]]:
+    """A service that may be changed, with a copy of the gallery, and its client."""
+    shutil.copytree(tiny_gallery, tmp_path / "shop")
+    own = {"bundle": words.path, "galleries": f"shop={tmp_path / 'shop'}"}
+    more = {"state": tmp_path / "state", "feedback": "pictures", "anonymous_scopes": ("admin",)}
+    app = create_app(settings_of(**DEFAULTS | own | more))
+    with closing(run(app)) as running, Client(running.url) as client:
+        yield running, client
+
+
+def test_golden_queries_have_words_and_parts_of_photos(
+    shop: tuple[Running, Client], words: Bundle, tmp_path: Path
+) -> None:
+    service, client = shop
+    against: Any = [{"text": RED, "weight": -0.5}]
+    box = (0.0, 0.0, 0.5, 0.5)
+    searches: list[dict[str, Any]] = [
+        {"texts": [GREEN]},
+        {"images": PHOTO, "texts": against},
+        {"images": PHOTO, "crops": [box]},
+        {"images": PHOTO, "crops": "auto"},
+        {"images": PHOTO},
+    ]
+    made, best = [], []
+    for search in searches:
+        top = client.search(k=1, **search).hits[0]
+        best.append((top.key, pytest.approx(top.score, abs=1e-4)))
+        crops = search.get("crops")
+        crop = crops[0] if isinstance(crops, list) else crops
+        image, texts = search.get("images"), search.get("texts", ())
+        made.append(client.add_golden("shop", image, keys=["7.png"], crop=crop, texts=texts))
+    assert len({query.sha256 for query in made}) == len(searches)
+    assert client.golden("shop").queries == made
+    plain = service.client.get("/galleries/shop/golden").json()["queries"][-1]
+    label = {"keys", "attribute", "value", "no_match"}
+    assert plain.keys() == {*label, "sha256", "name", "added_at"}, "as earlier versions read it"
+    assert made[0].image is None
+    assert {query.image for query in made[1:]} == {hashlib.sha256(PHOTO).hexdigest()}
+    assert client.golden_image("shop", made[2].sha256, 160).startswith(b"\xff\xd8")
+    with pytest.raises(NotFoundError, match="no image"):
+        client.golden_image("shop", made[0].sha256)
+    report = client.run_golden("shop")
+    assert (report.judged, report.left_out) == (len(searches), 0)
+    found = {one.query.sha256: (one.best_key, one.best_score) for one in report.worst}
+    assert len(found) == len(searches), "none has 7.png at its first place"
+    assert [found[query.sha256] for query in made] == best
+
+    run_command = ("golden", "run", str(tmp_path / "shop"), "--bundle", str(words.path), "--json")
+    printed = CliRunner().invoke(commands, run_command)
+    again = {one["query"]["sha256"]: one["best_key"] for one in json.loads(printed.stdout)["worst"]}
+    assert again == {sha256: key for sha256, (key, _) in found.items()}
+    service.client.delete(f"/galleries/shop/golden/{made[0].sha256}")
+    assert len(client.golden("shop").queries) == len(searches) - 1
+
+
+@pytest.mark.parametrize(
+    ("files", "fields", "message"),
+    [
+        ([], {}, "send one, or texts"),
+        ([], {"texts": '[{"text": "red", "weight": -1}]'}, "no weight above 0"),
+        ([], {"texts": '["red"]', "crop": "auto"}, "without an image"),
+        ([PHOTO], {"crop": "0,0,2,2"}, "crop"),
+        ([PHOTO], {"texts": "red"}, "texts"),
+        ([PHOTO], {"k": "3"}, "unknown"),
+    ],
+)
+def test_a_golden_query_that_cannot_be_searched_is_refused(
+    shop: tuple[Running, Client], files: list[bytes], fields: dict[str, str], message: str
+) -> None:
+    sent: Any = [("image", ("a.png", data)) for data in files] + [
+        (name, (None, text)) for name, text in {"label": '{"no_match": true}', **fields}.items()
+    ]
+    answer = shop[0].client.post("/galleries/shop/golden", files=sent)
+    assert_problem(answer, 422, "invalid-parameter")
+    assert message in answer.text
+    assert shop[1].golden("shop").queries == []
+
+
+def test_clicked_words_are_kept_for_a_teacher(shop: tuple[Running, Client]) -> None:
+    service, client = shop
+    first, second, *_ = client.search(texts=[GREEN], k=2).hits
+    clicked = client.search(texts=[f" {GREEN}"])
+    assert clicked.no_probabilities == "scores of words are not calibrated"
+    assert clicked.answer_id is not None
+    for action, hit in (("clicked", first), ("bought", first), ("wrong", second)):
+        client.feedback(clicked.answer_id, hit.key, action)
+    for more in ({"texts": [GREEN, RED]}, {"texts": [GREEN], "images": PHOTO}):
+        assert client.search(**more).answer_id is None
+    url = "/galleries/shop/feedback"
+    counts = service.client.get(url, params={"format": "json"}).json()
+    assert counts == {"clicked": 1, "bought": 1, "wrong": 1, "pairs": 0, "words": 1}
+    listed = service.client.get(url, params={"format": "words"})
+    assert listed.text == f"text,item\n{GREEN},{first.key}\n"
+    assert "no_probabilities" not in service.search(PHOTO).json()
+
+
+def test_words_are_not_kept_where_photos_are_not(
+    words: Bundle, tiny_settings: dict[str, Any], tmp_path: Path
+) -> None:
+    own = {"bundle": words.path, "state": tmp_path, "feedback": "pairs"}
+    with closing(run(create_app(settings_of(**DEFAULTS | tiny_settings | own)))) as service:
+        answer = service.client.post("/search", json={"texts": [GREEN]}).json()
+        assert answer["answer_id"] is None
 
 
 def test_a_gallery_of_short_vectors_is_searched_with_words_and_images(

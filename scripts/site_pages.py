@@ -316,7 +316,7 @@ def tables_page() -> str:
     text = "# Every row\n\nGenerated from the records in [docs/results](.). "
     text += "[Results](../results.md) show the rows that decide, and explain the columns.\n"
     for path in sorted(results.glob("*.json")):
-        if path.stem != "calibration":
+        if path.stem not in ("calibration", "guarantee"):
             text += f"\n## {path.stem}\n\n" + "\n".join(methods(read_study(path))) + "\n"
     for report, name in (
         (regularizers.report, "regularizers/cars"),

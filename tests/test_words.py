@@ -93,7 +93,7 @@ SHOP = [
     DOCS / f"{name}.md"
     for name in (
         "tutorial", "own-shop", "nightly", "page", "own-vectors", "words", "boxes", "models",
-        "troubleshooting",
+        "troubleshooting", "guarantee",
     )
 ]  # fmt: skip
 """The pages for a shop: one idea in a sentence, and no word of a laboratory."""

@@ -11,7 +11,6 @@ from kinlens.commands.console import (
     exit_with_skipped,
     failure_lines,
     print_report,
-    progress,
 )
 from kinlens.commands.console import out as stdout
 from kinlens.commands.options import (
@@ -32,12 +31,13 @@ from kinlens.embedder.types import SHORT
 from kinlens.indexer.folder.layout import GalleryFolder
 from kinlens.indexer.folder.manifest import REPORT, name_of
 from kinlens.indexer.index.plan import IndexSettings, plan_index
-from kinlens.indexer.ingest.build import BuildSettings, import_gallery
+from kinlens.indexer.ingest.build import BuildSettings
 from kinlens.indexer.ingest.shards import VectorShards
 from kinlens.indexer.types import VectorType
 from kinlens.library.bundles import bundle_folder
 from kinlens.library.galleries import build_source
 from kinlens.library.images import source_of
+from kinlens.library.upkeep import import_gallery
 
 app = typer.Typer()
 
@@ -104,7 +104,7 @@ def build(
             raise typer.BadParameter("Pass --vectors or images, not both.")
         if dims:
             raise typer.BadParameter("--dims needs images and a bundle; --vectors are kept whole.")
-        _build_of_vectors(vectors, bundle, out, name, settings, vector_type, json)
+        _build_of_vectors(vectors, bundle, out, name or name_of(out), index, vector_type, json)
         return
     if bundle is None:
         raise typer.BadParameter("Pass the model with --bundle, or pass --vectors.")
@@ -161,7 +161,7 @@ def add(
     opened = stores.gallery_at(gallery, model.open(bundle), image_root=image_root)
     with opened:
         source = opened.source(place, csv=csv, split=split)
-        report = opened.add(source, settings=batches.settings, upkeep=False)
+        report = opened.add(source, **batches.choice, upkeep=False)
         text = (
             f"Gallery {gallery}: {report.added:,} added, {report.replaced:,} replaced, "
             f"{report.updated:,} with new attributes, {report.unchanged:,} unchanged "
@@ -178,29 +178,27 @@ def _build_of_vectors(
     vectors: str,
     bundle: Path | None,
     out: Path,
-    name: str | None,
-    settings: IndexSettings,
+    name: str,
+    index: IndexOptions,
     vector_type: VectorType,
     json: bool,
 ) -> None:
     """Build from the vectors of `embed`. A bundle, if given, must be the one that embedded them."""
     shards = VectorShards(vectors)
-    dump = shards.dump(name or name_of(out))
-    bundle_id = dump.facts["bundle_id"]
+    bundle_id = shards.manifest.bundle_id
     if bundle is not None and Bundle.open(bundle_folder(bundle)).bundle_id != bundle_id:
         raise BundleMismatchError(
             f"{vectors} was embedded with bundle {bundle_id[:SHORT]}, not with the one in "
             f"{bundle}. Pass that bundle, or omit --bundle."
         )
-    with progress(dump.count, "Importing") as advance:
-        indexed = advance.then("Indexing", dump.count)
-        report = import_gallery(dump, out, name, settings, advance, vector_type, indexed)
+    report = import_gallery(
+        vectors, out, name=name, vector_type=vector_type, shown=True, **index.choice
+    )
     text = f"Gallery {out}, generation {report.generation}: {report.items:,} items."
     text += carried_text(report.carried)
     skipped = tuple(shards.failures())
     found = shards.manifest.images
     print_report(report, json, text, *failure_lines(skipped, found, f"in {vectors}/parts"))
-    stores.calibrate(out)
     exit_with_skipped(skipped)
 
 

@@ -1,7 +1,5 @@
 """kinlens-index embed: embed a large source on several machines, before a gallery is built."""
 
-import socket
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -15,23 +13,16 @@ from kinlens.commands.console import (
 )
 from kinlens.commands.options import BatchOption, DeviceOption, JsonOption
 from kinlens.embedder.engines.models import SessionSettings
-from kinlens.embedder.errors import EngineUnavailableError
-from kinlens.embedder.machine import core_count
 from kinlens.embedder.manifest import Engine, Precision
-from kinlens.embedder.session import OnnxEmbedder
-from kinlens.indexer.addresses import REMOTE
-from kinlens.indexer.ingest.embed import EmbedSettings, refuse_unreadable
+from kinlens.indexer.ingest.embed import refuse_unreadable
 from kinlens.indexer.ingest.parts import (
     SHARD_SIZE,
     Part,
     SourceAt,
     begun_shards,
-    embed_on_ray,
-    embed_part,
+    check_ray,
+    embed_missing,
 )
-from kinlens.indexer.ingest.shards import VectorShards
-
-_ANSWER_S = 10.0  # for a Ray cluster
 
 app = typer.Typer()
 
@@ -82,15 +73,14 @@ def embed(
     if ray is not None:
         if part != "1/1":
             raise typer.BadParameter("--ray runs all parts. Omit --part.")
-        _check_answers(ray)
+        check_ray(ray)
     given, own = _source(source, root), Part.parse(part)
     # One thread, because each core has its own image.
     session = SessionSettings(device, 1, precision=precision, engine=engine)
     shards = begun_shards(given, bundle, session, out, shard_size)
-    missing = own.missing(shards)
-    embedded = 0
-    with progress(shards.manifest.images_in(missing), "Embedding", "images") as advance:
-        for count in _run(shards, own, bundle, session, ray, batch_size) if missing else ():
+    embedded, due = 0, shards.manifest.images_in(own.missing(shards))
+    with progress(due, "Embedding", "images") as advance:
+        for count in embed_missing(shards, own, bundle, session, ray, batch_size):
             embedded += count
             advance(count)
     manifest, missing = shards.manifest, shards.missing()
@@ -120,39 +110,6 @@ def embed(
     print_report(report, json, *manifest.omitted, text, *lines)
     faults = manifest.faults if own.number == 1 else ()
     exit_with_skipped((*faults, *shards.failures(own.shards(shards))))
-
-
-def _check_answers(address: str) -> None:
-    """Check that something listens at the address of a Ray cluster, since Ray waits for minutes.
-
-    Raises: EngineUnavailableError.
-    """
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not port.isdecimal():
-        return  # such as auto, which Ray resolves
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), _ANSWER_S).close()
-    except (OSError, OverflowError) as error:
-        raise EngineUnavailableError(
-            f"No Ray cluster answers at {address}: {error}. Start it with `ray start --head`, or "
-            "give the address that it printed."
-        ) from error
-
-
-def _run(
-    shards: VectorShards,
-    part: Part,
-    bundle: Path,
-    session: SessionSettings,
-    ray: str | None,
-    batch_size: int,
-) -> Iterator[int]:
-    if ray is not None:
-        return embed_on_ray(shards, bundle, session, ray, batch_size)
-    # A remote source needs a second thread per core, because reads wait for the network.
-    workers = core_count() * (1 + (REMOTE in shards.manifest.source_root))
-    embedder = OnnxEmbedder.open(bundle, session)
-    return embed_part(shards, part, embedder, EmbedSettings(batch_size, workers))
 
 
 def _source(text: str, root: str | None) -> SourceAt:

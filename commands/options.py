@@ -19,6 +19,7 @@ from kinlens.indexer.index.plan import IndexChoice, IndexSettings
 from kinlens.indexer.ingest.embed import EmbedSettings
 from kinlens.indexer.types import VectorType
 from kinlens.library.bundles import bundle_folder
+from kinlens.library.images import BatchChoice
 
 Index = Literal["auto", IndexKind]
 
@@ -114,6 +115,11 @@ class BatchOptions:
     def settings(self) -> EmbedSettings:
         """The settings of the indexer."""
         return EmbedSettings(self.batch_size, self.workers)
+
+    @property
+    def choice(self) -> BatchChoice:
+        """The options as the library takes them."""
+        return BatchChoice(batch_size=self.batch_size, workers=self.workers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,7 +30,7 @@ from kinlens.indexer.ingest.foreign import read_vectors
 from kinlens.indexer.types import Group as PlainGroup
 from kinlens.indexer.types import SearchOptions, boost_of, sort_by_of
 from kinlens.library.gallery import Gallery
-from kinlens.library.hits import Group, Hit, Hits, shown, written
+from kinlens.library.hits import Group, Hit, Hits, shown
 from kinlens.quality.calibration import DEFAULT_PRIOR
 
 app = typer.Typer()
@@ -225,7 +224,7 @@ def search(
         )
         answers = [answer] if isinstance(answer, Hits) else answer
         found = Found.of(opened, answers, bool(image and not texts), is_auto)
-    print_report(found, json, *_lines(found))
+    print_report(found, json, *_lines(answers))
     exit_if_empty(
         not any(found.groups or found.hits or ()),
         "No item matches. Use a lower --min-score or another filter.",
@@ -312,46 +311,11 @@ def _box(crop: str) -> Box:
     return check_box(sides)
 
 
-def _lines(found: Found) -> Iterator[str]:
-    """One line per item, with the probability that it is right if the gallery is calibrated."""
-    answers: Sequence[Sequence[PlainHit | PlainGroup]] = found.groups or found.hits or ()
+def _lines(answers: Sequence[Hits]) -> Iterator[str]:
+    """The answer to each query, with its number if there are several."""
     for number, answer in enumerate(answers):
         if len(answers) > 1:
             yield f"Query {number}:"
-        if not answer and len(answers) > 1:
-            yield "No match."
-        likely = found.probabilities[number] if found.probabilities else []
-        crops = map(_part, found.crops[number]) if found.crops else []
-        for part, probability, crop in zip_longest(answer, likely, crops):
-            percent = "" if probability is None else f"  {100 * probability:3.0f} %"
-            if isinstance(part, PlainHit):
-                yield _line(part, percent=percent, crop=crop or "")
-                continue
-            value = "(no value)" if part.value is None else part.value
-            yield f"{part.score:.4f}{percent}  {value}{crop or ''}"
-            for hit in part.hits:
-                yield _line(hit, "    ")
-        if found.no_match_probability is not None:
-            yield f"None of these: {100 * found.no_match_probability:.0f} %"
-        for name, facet in found.facets[number].items() if found.facets else ():
-            yield _counts(name, facet)
-
-
-def _line(hit: PlainHit, indent: str = "", percent: str = "", crop: str = "") -> str:
-    key = f"{hit.key}{crop}"
-    return f"{indent}{hit.score:.4f}{percent}  {key}  {shown(hit.attributes)}".rstrip()
-
-
-def _part(crop: Box | None) -> str:
-    if crop is None:
-        return "  (whole image)"
-    return f"  (crop {','.join(f'{side:.3g}' for side in crop)})"
-
-
-def _counts(name: str, facet: Mapping[str, Any]) -> str:
-    """One line per attribute."""
-    parts = [f"{written(each['value'])} ({each['count']:,})" for each in facet.get("values", ())]
-    bins = facet.get("bins", ())
-    parts += [f"{each['from']} to {each['to']} ({each['count']:,})" for each in bins]
-    parts += [f"{rest} ({facet[rest]:,})" for rest in ("other", "missing") if facet.get(rest)]
-    return f"{name}: {', '.join(parts)}"
+            if not answer.all():
+                yield "No match."
+        yield from answer.lines()

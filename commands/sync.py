@@ -82,8 +82,8 @@ def sync(
             checksum=checksum,
             dry_run=dry_run,
             check=False,
-            settings=batches.settings,
             upkeep=False,
+            **batches.choice,
         )
         print_report(report, json, *_lines(report, gallery, found.omitted.lines()))
         if report.refused:

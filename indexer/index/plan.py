@@ -8,7 +8,7 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypedDict, Unpack, get_args
+from typing import Any, TypedDict, get_args
 
 from kinlens.embedder.errors import PlanError, ProviderError
 from kinlens.embedder.machine import free_memory_mb
@@ -87,13 +87,19 @@ class IndexSettings:
     device: str = "cpu"
     target_recall: float = 0.98
 
-    def changed(self, **choice: Unpack[IndexChoice]) -> "IndexSettings":
-        """These settings with what was chosen."""
+    def changed(
+        self,
+        index: str | None = None,
+        memory_mb: float | None = None,
+        target_recall: float | None = None,
+        index_device: str | None = None,
+    ) -> "IndexSettings":
+        """These settings with what was chosen, an `IndexChoice`."""
         given: dict[str, Any] = {
-            "kind": choice.get("index"),
-            "memory_mb": choice.get("memory_mb"),
-            "target_recall": choice.get("target_recall"),
-            "device": choice.get("index_device"),
+            "kind": index,
+            "memory_mb": memory_mb,
+            "target_recall": target_recall,
+            "device": index_device,
         }
         return replace(self, **{n: value for n, value in given.items() if value is not None})
 

@@ -8,6 +8,7 @@ cluster runs parts as tasks, and retries those whose machine dies or whose sourc
 import contextlib
 import importlib
 import re
+import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from kinlens.embedder.errors import (
     SourceError,
     UnreachableError,
 )
+from kinlens.embedder.machine import core_count
 from kinlens.embedder.session import Embedder, OnnxEmbedder
 from kinlens.indexer.addresses import (
     REMOTE,
@@ -59,6 +61,7 @@ SHARD_SIZE = 2048
 _IDENTITY = ("source", "source_root", "bundle_id", "precision", "engine", "dim")
 
 _PARTS_PER_SLOT = 64  # so that fast machines get more of them, and progress is seen
+_ANSWER_S = 10.0  # for a Ray cluster
 _RETRIES = 3  # of a part whose machine dies, or whose source does not respond
 
 
@@ -154,6 +157,47 @@ def begun_shards(
             "source and options to resume, or another --out."
         )
     return shards
+
+
+def embed_missing(
+    shards: VectorShards,
+    part: Part,
+    bundle: Path,
+    session: SessionSettings,
+    ray: str | None = None,
+    batch_size: int = 32,
+) -> Iterator[int]:
+    """Embed the missing shards of a part on this machine, or of all parts on the cluster at `ray`.
+
+    Yields the number of images of each shard, or part, when it is stored.
+
+    Raises: the errors of `embed_part` and `embed_on_ray`.
+    """
+    if not part.missing(shards):
+        return iter(())
+    if ray is not None:
+        return embed_on_ray(shards, bundle, session, ray, batch_size)
+    # A remote source needs a second thread per core, because reads wait for the network.
+    workers = core_count() * (1 + (REMOTE in shards.manifest.source_root))
+    embedder = OnnxEmbedder.open(bundle, session)
+    return embed_part(shards, part, embedder, EmbedSettings(batch_size, workers))
+
+
+def check_ray(address: str) -> None:
+    """Check that something listens at the address of a Ray cluster, since Ray waits for minutes.
+
+    Raises: EngineUnavailableError.
+    """
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not port.isdecimal():
+        return  # such as auto, which Ray resolves
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _ANSWER_S).close()
+    except (OSError, OverflowError) as error:
+        raise EngineUnavailableError(
+            f"No Ray cluster answers at {address}: {error}. Start it with `ray start --head`, or "
+            "give the address that it printed."
+        ) from error
 
 
 def embed_part(

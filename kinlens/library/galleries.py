@@ -1,7 +1,7 @@
 """Galleries in the caller's process, without a service: open, create and build them."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from kinlens.embedder.errors import (
     GalleryConflictError,
@@ -15,7 +15,7 @@ from kinlens.indexer.addresses import ImageRoot
 from kinlens.indexer.folder.manifest import name_of
 from kinlens.indexer.galleries import current_generation
 from kinlens.indexer.gallery import Gallery as Folder
-from kinlens.indexer.index.plan import IndexSettings
+from kinlens.indexer.index.plan import IndexChoice, IndexSettings
 from kinlens.indexer.ingest.build import BuildReport, BuildSettings, build_gallery
 from kinlens.indexer.ingest.embed import EmbedSettings
 from kinlens.indexer.ingest.sources import Source
@@ -143,9 +143,10 @@ def build(
     root: ImageRoot | str | None = None,
     dims: int | None = None,
     vector_type: VectorType = "fp32",
-    index: IndexSettings | None = None,
-    settings: EmbedSettings | None = None,
+    batch_size: int = 32,
+    workers: int = 0,
     shown: bool | None = None,
+    **index: Unpack[IndexChoice],
 ) -> Gallery:
     """Build a gallery from images, which stay where they are, and open it.
 
@@ -163,7 +164,8 @@ def build(
         root: the image root; by default the folder of the images or list.
         dims: keep the first numbers of each vector, of a model trained for it.
         vector_type: number format of stored vectors; "fp16" halves the disk and cache use.
-        index, settings: `IndexSettings` and `EmbedSettings` of the indexer.
+        batch_size, workers: the images embedded at a time, and the threads; 0: one per core.
+        index: `index="hnsw"`, `memory_mb`, `target_recall` and `index_device`, as for `plan`.
         shown: whether progress bars are shown; None: in terminals and notebooks.
 
     Raises:
@@ -180,8 +182,8 @@ def build(
     embedder = _model(bundle)
     made = BuildSettings(
         name,
-        settings or EmbedSettings(),
-        index or IndexSettings(),
+        EmbedSettings(batch_size, workers),
+        IndexSettings().changed(**index),
         vector_type,
         embedder.bundle.path,
         dims,

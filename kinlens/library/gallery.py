@@ -46,6 +46,7 @@ from kinlens.indexer.types import (
 from kinlens.indexer.uploads import UploadFolder
 from kinlens.library.hits import Hit, Hits, Items, Searcher, Shape, built_bundle, frame_of, table_of
 from kinlens.library.images import (
+    BatchChoice,
     Crops,
     listed_images,
     source_of,
@@ -384,8 +385,8 @@ class Gallery:
         vectors: Any = None,
         *,
         keep: bool = True,
-        settings: EmbedSettings | None = None,
         upkeep: bool = True,
+        **batches: Unpack[BatchChoice],
     ) -> PutReport:
         """Add or replace any number of items, in batches.
 
@@ -395,8 +396,8 @@ class Gallery:
                 attributes; or keys, with `vectors`.
             vectors: (N, D), a row for each key; they are divided by their norms.
             keep: store the images in the gallery, and not only their vectors.
-            settings: `EmbedSettings` of the indexer.
             upkeep: compact the index and fit the probabilities afterwards, if that is due.
+            batches: `batch_size` and `workers`, the images embedded at a time and the threads.
 
         Returns: the counts, and `failures`: images that cannot be used, with their reasons. They
             are skipped with a warning.
@@ -411,7 +412,7 @@ class Gallery:
                 items,
                 vectors,
                 keep=keep,
-                settings=settings,
+                settings=EmbedSettings(**batches),
                 on_progress=advance,
             )
         warn_of(self.warn, report.failures, max(count, len(report.failures)))
@@ -430,8 +431,8 @@ class Gallery:
         *,
         csv: Path | str | None = None,
         split: Path | str | None = None,
-        settings: EmbedSettings | None = None,
         upkeep: bool = True,
+        **batches: Unpack[BatchChoice],
     ) -> AddReport: ...
 
     def add(
@@ -441,8 +442,8 @@ class Gallery:
         *,
         csv: Path | str | None = None,
         split: Path | str | None = None,
-        settings: EmbedSettings | None = None,
         upkeep: bool = True,
+        **batches: Unpack[BatchChoice],
     ) -> AddReport | Written:
         """Add images, which stay where they are, and update changed ones.
 
@@ -454,8 +455,8 @@ class Gallery:
                 DataFrame with the columns of a list. All must be below the image root of the
                 gallery. Entries of the indexer are stored as they are, with `owned`.
             csv, split: a list whose paths are relative to `source`.
-            settings: `EmbedSettings` of the indexer.
             upkeep: compact the index and fit the probabilities afterwards, if that is due.
+            batches: `batch_size` and `workers`, the images embedded at a time and the threads.
 
         Raises: SourceError; BundleMismatchError.
         """
@@ -463,7 +464,7 @@ class Gallery:
             return self.store.add(source, owned)
         found = self.source(source, csv=csv, split=split)
         with progress_bar(found.count, "Embedding", "images", self.shown) as advance:
-            report = add_source(self.store, found, self.bundle, settings, advance)
+            report = add_source(self.store, found, self.bundle, EmbedSettings(**batches), advance)
         warn_of(self.warn, report.failures, report.found)
         if upkeep:
             keep_up(self.store, warn=self.warn, shown=self.shown)
@@ -490,8 +491,8 @@ class Gallery:
         checksum: bool = False,
         dry_run: bool = False,
         check: bool = True,
-        settings: EmbedSettings | None = None,
         upkeep: bool = True,
+        **batches: Unpack[BatchChoice],
     ) -> SyncReport:
         """Make the gallery equal to a folder or list: add, update, rename and remove items.
 
@@ -503,7 +504,7 @@ class Gallery:
             checksum: read every file, not only those with a new date.
             dry_run: change nothing.
             check: raise if more would be removed; else `refused` of the report gives the reason.
-            settings, upkeep: as for `add`.
+            upkeep, batches: as for `add`.
 
         Raises: GalleryConflictError if more items would be removed; SourceError.
         """
@@ -516,7 +517,7 @@ class Gallery:
                 self.store,
                 found,
                 lambda: self.bundle,
-                SyncSettings(limit, uploads, checksum, dry_run, settings or EmbedSettings()),
+                SyncSettings(limit, uploads, checksum, dry_run, EmbedSettings(**batches)),
                 compared,
                 compared.then("Updating", found.count),
             )

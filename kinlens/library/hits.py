@@ -88,7 +88,7 @@ class Items(list[Item]):
         return frame_of(self.to_arrow())
 
     def __repr__(self) -> str:
-        return _listing(f"{len(self)} of {self.total:,} items", map(_line, self), len(self))
+        return _listing(f"{len(self)} of {self.total:,} items", map(_line, self))
 
     def _repr_html_(self) -> str:
         cards = (
@@ -141,6 +141,19 @@ class Hits(list[Hit]):
         """The table of `to_arrow` as a DataFrame. Needs pandas."""
         return frame_of(self.to_arrow())
 
+    def lines(self) -> Iterator[str]:
+        """The hits or groups, one line for each item, and the counts that were asked for."""
+        for hit in self:
+            yield f"{hit.score:.4f}{_percent(hit)}  {_line(hit, _part(hit.view))}"
+        for group in self.groups or ():
+            value = "(no value)" if group.value is None else group.value
+            yield f"{group.score:.4f}{_percent(group)}  {value}{_part(group.view)}"
+            yield from (f"    {hit.score:.4f}  {_line(hit)}" for hit in group.hits)
+        if self.no_match_probability is not None:
+            yield f"None of these: {100 * self.no_match_probability:.0f} %"
+        for name, facet in (self.facets or {}).items():
+            yield _counts(name, facet.described())
+
     def _summary(self) -> str:
         found = f"{len(self)} hits" if self.groups is None else f"{len(self.groups)} groups"
         if self.no_match_probability is None:
@@ -148,9 +161,7 @@ class Hits(list[Hit]):
         return f"{found}; none of these: {100 * self.no_match_probability:.0f} %"
 
     def __repr__(self) -> str:
-        hits = self.all()
-        lines = (f"{hit.score:.4f}{_percent(hit)}  {_line(hit)}" for hit in hits)
-        return _listing(self._summary(), lines, len(hits))
+        return _listing(self._summary(), self.lines())
 
     def _repr_html_(self) -> str:
         if self.groups is None:
@@ -405,12 +416,32 @@ def _first(values: Sequence[Any]) -> Sequence[Any]:
     return values[:_SHOWN]
 
 
-def _percent(hit: Hit) -> str:
-    return "" if hit.probability is None else f"  {100 * hit.probability:.0f} %"
+def _percent(result: Hit | Group) -> str:
+    return "" if result.probability is None else f"  {100 * result.probability:3.0f} %"
 
 
-def _line(item: Item | Hit) -> str:
-    return f"{item.key}  {shown(item.attributes)}".rstrip()
+def _line(item: Item | Hit, part: str = "") -> str:
+    return f"{item.key}{part}  {shown(item.attributes)}".rstrip()
+
+
+def _part(view: View | None) -> str:
+    """The part of the query that found a result."""
+    if view is None:
+        return ""
+    if view.vector is not None:
+        return f"  (vector {view.vector})"
+    if view.crop is None:
+        return "  (whole image)"
+    return f"  (crop {','.join(f'{side:.3g}' for side in view.crop)})"
+
+
+def _counts(name: str, facet: Mapping[str, Any]) -> str:
+    """One line per attribute."""
+    parts = [f"{written(each['value'])} ({each['count']:,})" for each in facet.get("values", ())]
+    bins = facet.get("bins", ())
+    parts += [f"{each['from']} to {each['to']} ({each['count']:,})" for each in bins]
+    parts += [f"{rest} ({facet[rest]:,})" for rest in ("other", "missing") if facet.get(rest)]
+    return f"{name}: {', '.join(parts)}"
 
 
 def shown(attributes: Mapping[str, AttributeValue]) -> str:
@@ -425,10 +456,12 @@ def written(value: AttributeValue) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _listing(summary: str, lines: Iterable[str], count: int) -> str:
-    printed = [line for line, _ in zip(lines, range(_PRINTED), strict=False)]
-    more = [f"... and {count - _PRINTED:,} more"] if count > _PRINTED else []
-    return "\n".join([summary, *printed, *more])
+def _listing(summary: str, lines: Iterable[str]) -> str:
+    several = [*lines]
+    more = len(several) - _PRINTED
+    return "\n".join(
+        [summary, *several[:_PRINTED], *([f"... and {more:,} more lines"] if more > 0 else [])]
+    )
 
 
 def _text(value: object) -> str:

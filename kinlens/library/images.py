@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +47,13 @@ class View:
     image: int | None = None
     crop: Box | None = None
     vector: int | None = None
+
+
+class BatchChoice(TypedDict, total=False):
+    """How many images are embedded at a time (32), and by how many threads (0: one per core)."""
+
+    batch_size: int
+    workers: int
 
 
 class NamedImage(NamedTuple):

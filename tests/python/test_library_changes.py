@@ -87,6 +87,22 @@ def test_a_gallery_is_built_from_each_kind_of_source(
         assert (made.dim, made.search(photo(1), 1)[0].key) == (4, "1.png")
 
 
+@pytest.mark.real_data
+def test_photos_of_a_shop_find_themselves_and_are_shown(
+    shared_data: Path, bundle: OnnxEmbedder, tmp_path: Path
+) -> None:
+    folder = shared_data / "data/grocery-store/iconic-images-and-descriptions/Vegetables"
+    photos = sorted(folder.rglob("*.jpg"))[:8]
+    with kinlens.build(photos, bundle, out=tmp_path / "gallery", root=folder) as made:
+        for photo_ in photos:
+            [hit] = made.search(photo_, 1)
+            assert hit.key == photo_.relative_to(folder).as_posix()
+            assert hit.score == pytest.approx(1, abs=1e-4)
+        page: str = getattr(made.search(photos[0], 8), "_repr_html_")()  # noqa: B009
+        assert page.count("data:image/jpeg;base64,") == 8
+        assert len(page) < 8 * 20_000
+
+
 @pytest.mark.parametrize(
     ("images", "fault"),
     [
@@ -107,6 +123,18 @@ def test_a_source_that_cannot_be_used_is_named(
 ) -> None:
     with pytest.raises(SourceError, match=fault):
         kinlens.build(images, bundle, out=tmp_path / "gallery")
+
+
+def test_the_index_and_the_batches_are_chosen(
+    shop: Path, bundle: OnnxEmbedder, tmp_path: Path
+) -> None:
+    out = tmp_path / "gallery"
+    with kinlens.build(shop, bundle, out=out, index="hnsw", batch_size=2, workers=1) as made:
+        assert made.store.facts().segment.kind == "hnsw"
+        assert made.add(shop, batch_size=1, workers=1).unchanged == 4
+        assert made.sync(shop, workers=2).unchanged == 4
+    with pytest.raises(TypeError, match="colour"):
+        kinlens.build(shop, bundle, out=out, colour="red")
 
 
 def test_a_bad_file_among_many_is_skipped_by_name(

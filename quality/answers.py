@@ -6,9 +6,9 @@ The service, the commands and the Python library search through this module:
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -16,8 +16,10 @@ from kinlens.embedder.calibration import CANDIDATES
 from kinlens.embedder.errors import InvalidParameterError
 from kinlens.embedder.types import Embeddings, Hit, ItemId, first_numbers
 from kinlens.embedder.views.text import TextEncoder
+from kinlens.indexer.filters.text import Where
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.types import (
+    SAME_SCORE,
     Entry,
     Group,
     Grouping,
@@ -25,8 +27,10 @@ from kinlens.indexer.types import (
     SearchOptions,
     best_of_views,
     combined_query,
+    no_checkpoint,
 )
 from kinlens.quality.calibration import Calibrated, Shares
+from kinlens.quality.guarantee import Guarantee
 from kinlens.values import single
 
 
@@ -244,3 +248,98 @@ def prior_of(gallery: Gallery, product: str, liked: Sequence[Item], prior: float
     counts = Counter((isinstance(value, bool), value) for value in values)
     has_more = [gallery.has_more(product, value, n) for (_, value), n in counts.items()]
     return 0.0 if any(has_more) else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Guaranteed:
+    """What an answer guarantees for queries that are drawn as the labelled ones were.
+
+    Attributes:
+        queries: number of labelled queries behind it.
+        source: the golden set, or items of the gallery.
+        product: the attribute that names a product.
+        level: the probability that the set has the right product; None if no set was asked for.
+        groups: the set, best first; without a level, the best product.
+        none: whether "none of these" is in the set; None if no labelled query has an absent
+            product.
+        cut: what removed products from the set: its size `k`, or the filter.
+        accept, confidence: the share of accepted answers that are right, and how sure that is.
+        accepted: whether the best product may be taken; None if that was not asked for.
+    """
+
+    queries: int
+    source: Literal["golden", "gallery"]
+    product: str
+    level: float | None
+    groups: Sequence[Group]
+    none: bool | None
+    cut: Literal["k", "filter"] | None
+    accept: float | None
+    confidence: float | None
+    accepted: bool | None
+
+    @property
+    def holds(self) -> bool | None:
+        """Whether the level holds: nothing cut the set. None if no set was asked for."""
+        return None if self.level is None else self.cut is None
+
+
+def guaranteed(
+    gallery: Searchable,
+    target: Embeddings,
+    guarantee: Guarantee,
+    level: float | None,
+    accept: float | None,
+    k: int,
+    where: Where | None = None,
+    checkpoint: Callable[[], None] = no_checkpoint,
+) -> Guaranteed:
+    """What the answer to the query vector `target` (1, D) guarantees, in a set of up to `k`.
+
+    The products are ranked as those of the labelled queries were: among all items, by the index.
+
+    Raises: InvalidParameterError if the labels do not suffice; FilterError.
+    """
+    sets = None if level is None else guarantee.sets(level)
+    decisions = None if accept is None else guarantee.decisions(accept)
+    widest = 0.0 if sets is None else max(sets.limits.values()) + SAME_SCORE
+    depth = max(k + 1, 2)  # one more product shows whether the set is cut
+
+    def search(where: Where | None) -> list[Group]:
+        options = SearchOptions(where=where, checkpoint=checkpoint)
+        [groups] = gallery.search_groups(target, depth, Grouping(guarantee.product), options)
+        return groups
+
+    best = search(None)
+    members = best[:1] if sets is None else sets.members(best, guarantee.by)
+    cut: Literal["k", "filter"] | None = None
+    if len(best) == depth and best[0].score - best[-1].score <= widest:
+        members, cut = members[:k], "k"
+    if where is not None:
+        matching = {_product(group) for group in search(where)}
+        kept = [group for group in members if _product(group) in matching]
+        if len(kept) < len(members):
+            members, cut = kept, "filter"
+    accepted = None
+    if decisions is not None:
+        is_shown = bool(members) and members[0] is best[0]
+        accepted = is_shown and decisions.accepts(best, guarantee.by)
+    return Guaranteed(
+        queries=len(guarantee.queries) if sets is None else sets.queries,
+        source=guarantee.source,
+        product=guarantee.product,
+        level=level,
+        groups=members,
+        none=None if sets is None else sets.has_none([group.score for group in best]),
+        cut=cut,
+        accept=accept,
+        confidence=None if decisions is None else decisions.confidence,
+        accepted=accepted,
+    )
+
+
+def _product(group: Group) -> object:
+    """What identifies a product; an item without one is its own product."""
+    if group.value is None:
+        return "item", group.hits[0].id
+    return isinstance(group.value, bool), group.value

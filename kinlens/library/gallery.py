@@ -187,6 +187,8 @@ class Gallery:
         boost: str | None = None,
         sort_by: str | None = None,
         no_match_prior: float = DEFAULT_PRIOR,
+        guarantee: float | None = None,
+        accept: float | None = None,
     ) -> Any:
         """Search with images, vectors, words, or items of the gallery.
 
@@ -212,6 +214,10 @@ class Gallery:
             boost: NAME:WEIGHT or NAME:WEIGHT:FROM:TO, an attribute that is added to the score.
             sort_by: NAME or NAME:desc, to sort the best 200.
             no_match_prior: probability that the product is not in the gallery.
+            guarantee: level of the smallest set of products that has the right one, as
+                `hits.guarantee.groups`; it needs labelled queries, and one whole image or vector.
+            accept: share of right ones among the best products that are taken without a person,
+                as `hits.accepted`.
 
         Returns:
             The hits, a list with photos in a notebook. For vectors (Q, D), a list with the hits
@@ -249,12 +255,15 @@ class Gallery:
                     "Vectors (Q, D) are searched each alone. Pass one vector (D,) to combine it "
                     "with words, items or other vectors."
                 )
+            if guarantee is not None or accept is not None:
+                raise InvalidParameterError("guarantee and accept need one query: a vector (D,).")
             return self._searcher.answers(plain, wanted, shape)
         images = listed_images(query) if plain is None else []
         given = [*([] if plain is None else [plain]), *(vectors or ())]
         views = self._searcher.views(images, given, crops, bool(words[0]))
         keys = _names("positives", positives), _names("negatives", negatives)
-        return self._searcher.answer(views, words, keys, wanted, no_match_prior, shape)
+        answer = self._searcher.answer
+        return answer(views, words, keys, wanted, no_match_prior, shape, guarantee, accept)
 
     def similar(self, item: str | ItemId, **options: Unpack[Asked]) -> Hits:
         """Search with an item of the gallery, by key or id; the item itself is not returned."""

@@ -24,9 +24,19 @@ from kinlens.indexer.uploads import UploadFolder
 from kinlens.library.bundles import load_bundle
 from kinlens.library.images import Crops, View, Viewer, weighted_vectors
 from kinlens.library.stores import Store, bundle_of, folder_of
-from kinlens.quality.answers import Results, Wanted, Words, prior_of, results_of, targets_of
+from kinlens.quality.answers import (
+    Guaranteed,
+    Results,
+    Wanted,
+    Words,
+    guaranteed,
+    prior_of,
+    results_of,
+    targets_of,
+)
 from kinlens.quality.calibration import Calibrated, choose
 from kinlens.quality.calibrator import Calibrator
+from kinlens.quality.guarantee import Guarantee
 from kinlens.values import AttributeValue, values_in
 
 Thumbnail = Callable[[ItemId], bytes | None]
@@ -104,7 +114,15 @@ class Hits(list[Hit]):
         groups: with `group_by`, the groups in place of hits.
         no_match_probability: that none of them is right, if the gallery is calibrated.
         facets: the value counts that were asked for, over all matching items.
+        guarantee: with `guarantee` or `accept`, what holds.
     """
+
+    guarantee: Guaranteed | None = None
+
+    @property
+    def accepted(self) -> bool | None:
+        """With `accept`: whether the best product may be taken without a person."""
+        return None if self.guarantee is None else self.guarantee.accepted
 
     def __init__(
         self,
@@ -277,8 +295,11 @@ class Searcher:
         wanted: Wanted,
         prior: float,
         shape: Shape,
+        level: float | None = None,
+        accept: float | None = None,
     ) -> Hits:
-        """The answer to one query of views, words, liked and disliked items.
+        """The answer to one query of views, words, liked and disliked items, with a guaranteed set
+        of this `level` and a decision.
 
         Raises: InvalidParameterError, ItemNotFoundError, FilterError, BundleError.
         """
@@ -299,7 +320,26 @@ class Searcher:
         if not views.parts and isinstance(store, Gallery) and isinstance(calibrated, Calibrated):
             prior = prior_of(store, calibrated.product, targets.liked, prior)
         results = results_of(store, targets.vectors, wanted, calibrated, prior)
-        return self._shaped(results, targets.vectors, wanted, shape, views.parts)
+        hits = self._shaped(results, targets.vectors, wanted, shape, views.parts)
+        if level is not None or accept is not None:
+            if words or any(keys) or views.weights != [1.0] or views.parts[0].crop is not None:
+                raise InvalidParameterError(
+                    "guarantee and accept hold for queries like the labelled ones: one whole "
+                    "image, or its vector."
+                )
+            known, where = self._guarantee(), wanted.options.where
+            hits.guarantee = guaranteed(
+                store, targets.vectors, known, level, accept, wanted.k, where
+            )
+        return hits
+
+    def _guarantee(self) -> Guarantee:
+        """The labelled queries of the gallery. Raises: InvalidParameterError with the cure."""
+        if self._calibrator is None:
+            raise InvalidParameterError(
+                "Galleries on Milvus guarantee no answer. Use a gallery in a folder."
+            )
+        return self._calibrator.guarantee()
 
     def answers(self, queries: Embeddings, wanted: Wanted, shape: Shape) -> list[Hits]:
         """The answers to vectors (Q, D), in one search of the index.

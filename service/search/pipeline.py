@@ -29,7 +29,15 @@ from kinlens.embedder.types import Embeddings, Hit
 from kinlens.embedder.views.boxes import AUTO_BOXES
 from kinlens.indexer.gallery import Gallery as IndexedGallery
 from kinlens.indexer.types import SearchOptions, no_checkpoint
-from kinlens.quality.answers import Targets, Wanted, Words, prior_of, results_of, targets_of
+from kinlens.quality.answers import (
+    Targets,
+    Wanted,
+    Words,
+    guaranteed,
+    prior_of,
+    results_of,
+    targets_of,
+)
 from kinlens.quality.calibration import Calibrated, choose
 from kinlens.quality.guarantee import Guarantee
 from kinlens.service.concurrency import DaemonThreads, SearchThreads, too_late, within
@@ -39,7 +47,7 @@ from kinlens.service.encoding.workers import Vector
 from kinlens.service.galleries.registry import FILTERED, Registry, Served
 from kinlens.service.galleries.view import GalleryView, check_names
 from kinlens.service.observe.metrics import Metrics, record_wait, span
-from kinlens.service.search.guarantee import guaranteed, guaranteed_by
+from kinlens.service.search.guarantee import described, guaranteed_by
 from kinlens.service.search.query import (
     WORDS_NOT_CALIBRATED,
     Answer,
@@ -227,9 +235,17 @@ class Pipeline:
             with served.reading(), span("search"):
                 found = find(served, query, vectors, words, calibrated, self._prior, cancel_token)
                 if guarantee is not None:
-                    target, check = found.vector[np.newaxis], cancel_token.check
-                    fields = guaranteed(gallery, query, target, guarantee, check)
-                    found = replace(found, guaranteed=fields)
+                    kept = guaranteed(
+                        gallery,
+                        found.vector[np.newaxis],
+                        guarantee,
+                        query.guarantee,
+                        query.accept,
+                        query.k,
+                        query.where,
+                        cancel_token.check,
+                    )
+                    found = replace(found, guaranteed=described(kept))
             results = found.encoded(served.name, gallery.generation, self._image_url)
             search_ms = (time.perf_counter() - before) * 1e3
             # If the version has changed, the results may be from a later version.

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+import kinlens
 from kinlens.embedder.errors import InvalidParameterError
 from kinlens.embedder.types import Embeddings, Hit
 from kinlens.indexer.gallery import Gallery
@@ -303,6 +304,30 @@ def test_a_guarantee_is_stored_and_withdrawn_after_a_fifth_of_the_items_changed(
     assert (calibrator.guarantee().by, calibrator.guarantee().confidence) == ("kind", 0.9)
     with pytest.raises(InvalidParameterError, match="No item has the attribute shade"):
         calibrator.fit_guarantee(None, "shade")
+
+
+def test_python_answers_with_the_set_and_the_decision_of_the_rules(gallery: Gallery) -> None:
+    stocked(gallery, CLEAR)
+    shop = kinlens.Gallery(gallery)
+    with pytest.raises(InvalidParameterError, match="golden run"):
+        shop.search(units(1, 1)[0], guarantee=0.95)
+    kept = Calibrator(gallery)
+    kept.fit_golden(lambda product: asked(60, CLEAR))
+    sets, decisions = kept.guarantee().sets(0.95), kept.guarantee().decisions(0.7)
+    for vector, _, _ in [*asked(90, CLEAR)][60:]:
+        hits = shop.search(vector, k=60, guarantee=0.95, accept=0.7)
+        [groups] = gallery.search_groups(vector[None], 60, Grouping("product"))
+        best = groups[0].score
+        members = [g.value for g in groups if best - g.score <= sets.limits[None] + 1e-5]
+        assert [group.value for group in hits.guarantee.groups] == members
+        assert hits.guarantee.holds
+        assert hits.accepted is decisions.takes(best - groups[1].score, None)
+        assert hits.guarantee.none is sets.has_none([best, groups[1].score])
+        assert [hit.key for hit in hits] == [hit.key for hit in shop.search(vector, k=60)]
+    assert shop.search(vector).accepted is None
+    for query in (np.stack([vector, vector]), None):
+        with pytest.raises(InvalidParameterError, match=r"one query|one whole image"):
+            shop.search(query, positives=["k1"] if query is None else (), accept=0.7)
 
 
 def test_a_gallery_without_the_attribute_of_a_product_guarantees_nothing(gallery: Gallery) -> None:

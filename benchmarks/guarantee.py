@@ -188,7 +188,7 @@ def uncut(source: Source, condition: Condition, draws: int, shops: int) -> dict[
         own = np.isclose(gaps, behind[:, None], atol=1e-7)
         rng = np.random.default_rng(1000 + number)
         for _ in range(draws // shops):
-            limit = judged.drawn(rng, 300, 0.0).sets(LEVEL).limits[None] + SAME_SCORE
+            limit = judged.drawn(rng, 300, 0.0).sets(LEVEL).limits[""] + SAME_SCORE
             covered.append(behind <= limit)
             members = gaps <= limit
             sizes = members.sum(axis=1)
@@ -220,7 +220,7 @@ def figures(source: Source, one: Row, draws: int, shops: int, accept: float) -> 
         for _ in range(draws // shops):
             drawn = labels.drawn(rng, one.count, one.wrong)
             sets = drawn.sets(LEVEL)
-            limit = sets.limits[None] + SAME_SCORE
+            limit = sets.limits[""] + SAME_SCORE
             none = np.zeros(len(leads), bool)
             if sets.none is not None:
                 none = evidence <= sets.none + SAME_SCORE
@@ -230,7 +230,7 @@ def figures(source: Source, one: Row, draws: int, shops: int, accept: float) -> 
             singles.append(((members == 1) & ~none).mean())
             nones.append(none[~absent].mean())
             try:
-                taken = leads > drawn.decisions(accept).leads[None]
+                taken = leads > drawn.decisions(accept).leads[""]
             except InvalidParameterError:
                 refused += 1
                 shares.append(0.0)
@@ -356,7 +356,7 @@ def plot(source: Source, file: Path) -> None:
     wrong = np.cumsum([not one.is_right for one in order]) / np.arange(1, len(order) + 1)
     labels = [judged[n] for n in rng.integers(0, len(judged), 1000)]
     guarantee = Guarantee(at="", items=0, last=0, product="", source="golden", queries=(*labels,))
-    lead = guarantee.decisions(ACCEPT).leads[None]
+    lead = guarantee.decisions(ACCEPT).leads[""]
     chosen = max(sum(one.lead > lead for one in order) - 1, 0)
     figure, axes = plt.subplots(figsize=(5.6, 3.4), dpi=110)
     axes.plot(100 * accepted[20:], 100 * wrong[20:], color="#2a6fb0", label="all photos that come")

@@ -17,8 +17,7 @@ References:
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from fractions import Fraction
 from functools import cached_property, lru_cache
@@ -90,12 +89,11 @@ class Judged(NamedTuple):
         return self.behind == 0 and self.lead > SAME_SCORE
 
 
-Limits = Mapping[Scalar | None, float]
-"""A limit by category, for categories with enough labels; None has that of all others."""
+Limits = dict[str, float]
+"""A limit by category, for categories with enough labels; "" has that of all others."""
 
 
-@dataclass(frozen=True, slots=True)
-class SetRule:
+class SetRule(BaseModel, frozen=True):
     """Which products are in a set.
 
     Attributes:
@@ -115,7 +113,7 @@ class SetRule:
 
     def has(self, behind: float, kind: Scalar | None) -> bool:
         """Whether a product of this category, so far below the best one, is a member."""
-        return behind <= self.limits.get(kind, self.limits[None]) + SAME_SCORE
+        return behind <= _limit(self.limits, kind) + SAME_SCORE
 
     def members(self, groups: Sequence[Group], by: str | None = None) -> list[Group]:
         """The members among the best products of a search, best first."""
@@ -130,8 +128,7 @@ class SetRule:
         return None if self.none is None else _evidence(scores) <= self.none + SAME_SCORE
 
 
-@dataclass(frozen=True, slots=True)
-class DecisionRule:
+class DecisionRule(BaseModel, frozen=True):
     """When the best product may be taken without a person.
 
     Attributes:
@@ -151,7 +148,7 @@ class DecisionRule:
 
     def takes(self, lead: float, kind: Scalar | None) -> bool:
         """Whether to take a product of this category with this lead."""
-        return lead > self.leads.get(kind, self.leads[None])
+        return lead > _limit(self.leads, kind)
 
     def accepts(self, groups: Sequence[Group], by: str | None = None) -> bool:
         """Whether to take the first of these best products of a search, of which two suffice."""
@@ -303,6 +300,14 @@ def _evidence(scores: Sequence[float]) -> float:
     return scores[0] + _lead(scores) if scores else -inf
 
 
+def _limit(limits: Limits, kind: Scalar | None) -> float:
+    return limits.get(_name(kind), limits[""])
+
+
+def _name(kind: Scalar | None) -> str:
+    return "" if kind is None else str(kind)
+
+
 def _kind(group: Group, by: str | None) -> Scalar | None:
     """The category of a product: that of its best hit."""
     return None if by is None else single(group.hits[0].attributes.get(by))
@@ -382,18 +387,18 @@ def _parts(
     queries: Sequence[Judged],
     kind_of: Callable[[Judged], Scalar | None],
     least: int,
-) -> dict[Scalar | None, Sequence[Judged]]:
-    """The queries of each category with at least `least` of them, and by None those of the others
+) -> dict[str, Sequence[Judged]]:
+    """The queries of each category with at least `least` of them, and by "" those of the others
     together. So that these are enough, they include the smallest of the categories.
     """
-    found: dict[Scalar | None, list[Judged]] = {}
+    found: dict[str, list[Judged]] = {}
     for one in queries:
-        found.setdefault(kind_of(one), []).append(one)
-    others = found.pop(None, [])
+        found.setdefault(_name(kind_of(one)), []).append(one)
+    others = found.pop("", [])
     for kind in sorted(found, key=lambda kind: len(found[kind])):
         if not guarantee.is_split or len(found[kind]) < least or 0 < len(others) < least:
             others += found.pop(kind)
-    return {None: others or queries, **found}  # if all have a limit, new categories get one of all
+    return {"": others or queries, **found}  # if all have a limit, new categories get one of all
 
 
 # Decisions
@@ -436,9 +441,10 @@ def _decision_rule(guarantee: Guarantee, accept: float) -> DecisionRule:
             f"for {100 * accept:.4g} % at {100 * confidence:.4g} % confidence; there are "
             f"{right:,}. {cure}, or ask for less."
         )
-    rule = DecisionRule(accept, confidence, len(queries), leads)
+    rule = DecisionRule(accept=accept, confidence=confidence, queries=len(queries), leads=leads)
     accepted = [one for one in queries if rule.takes(one.lead, one.best_kind)]
-    return replace(rule, accepted=len(accepted), wrong=sum(not one.is_right for one in accepted))
+    wrong = sum(not one.is_right for one in accepted)
+    return rule.model_copy(update={"accepted": len(accepted), "wrong": wrong})
 
 
 def lowest_lead(queries: Sequence[Judged], accept: float, confidence: float) -> float:

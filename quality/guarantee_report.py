@@ -1,6 +1,7 @@
 """What the labelled queries of a gallery guarantee, as a report for its owner."""
 
 from collections.abc import Iterator, Sequence
+from math import inf
 
 import numpy as np
 from pydantic import BaseModel
@@ -10,6 +11,7 @@ from kinlens.quality.guarantee import (
     DecisionRule,
     Guarantee,
     Judged,
+    Limits,
     SetRule,
     labels_for_decisions,
     labels_for_sets,
@@ -17,7 +19,6 @@ from kinlens.quality.guarantee import (
 )
 from kinlens.quality.intervals import exact_interval
 from kinlens.reports import Report
-from kinlens.values import Scalar
 
 _DRAWS = 100
 _MORE = (100, 200, 300)
@@ -43,38 +44,15 @@ class Part(BaseModel, frozen=True):
     wrong: int | None = None
 
 
-class Sets(BaseModel, frozen=True):
-    """The sets of one level: `limits` by category ("" for all others) are the largest distances to
-    the best product, `none` is that of "none of these", and `true` the range of what these labels
-    reach, for 9 of 10 sets of labels.
-    """
-
-    level: float
-    queries: int
-    limits: dict[str, float]
-    none: float | None
-    none_needs: int
-    true: tuple[float, float]
-
-
-class Decisions(BaseModel, frozen=True):
-    """The decisions of one share: `leads` by category ("" for all others) are thresholds of the
-    lead, `coverage` is the share of accepted queries. `more` is, for more labels like these, their
-    number, the mean coverage then, and the chance that no decision is possible.
-    """
-
-    accept: float
-    confidence: float
-    queries: int
-    leads: dict[str, float | None]
-    accepted: int
-    wrong: int
-    coverage: float
-    more: list[tuple[int, float, float]]
-
-
 class GuaranteeReport(BaseModel, Report, frozen=True):
-    """What the labelled queries guarantee, or why they do not."""
+    """What the labelled queries guarantee, or why they do not.
+
+    Attributes:
+        none_needs: number of labels that are missing until "none of these" is not in each set.
+        more: for more labels like these, their number, the mean share of accepted queries then, and
+            the chance that no decision is possible.
+        separate_needs: labels of a category for a limit of its own, in sets and in decisions.
+    """
 
     at: str
     source: str
@@ -82,8 +60,10 @@ class GuaranteeReport(BaseModel, Report, frozen=True):
     by: str | None
     queries: int
     absent: int
-    sets: Sets | str
-    decisions: Decisions | str
+    sets: SetRule | str
+    none_needs: int
+    decisions: DecisionRule | str
+    more: list[tuple[int, float, float]]
     parts: list[Part]
     separate_needs: tuple[int, int] | None
 
@@ -119,13 +99,14 @@ class GuaranteeReport(BaseModel, Report, frozen=True):
             yield sets
             return
         yield (
-            f"A set has the right product for {sets.level:.4g} of such queries; with these labels "
-            f"for {sets.true[0]:.3f} to {sets.true[1]:.3f} (9 of 10 cases)."
+            f"A set has the right product for {100 * sets.level:.4g} % of such queries; with these "
+            f"labels for {sets.true[0]:.1%} to {sets.true[1]:.1%} (9 of 10 cases)."
         )
         for kind, limit in sets.limits.items():
-            yield f"  members: up to {limit:.4f} below the best product{_of(self.by, kind)}"
-        if sets.none_needs:
-            yield f'  "none of these" is in every set until {sets.none_needs:,} more are labelled'
+            which = self._of(kind, sets.limits)
+            yield f"  members: up to {limit:.4f} below the best product{which}"
+        if self.none_needs:
+            yield f'  "none of these" is in every set until {self.none_needs:,} more are labelled'
         elif sets.none is None:
             yield '  "none of these" is in no set: no labelled query has an absent product'
 
@@ -135,16 +116,19 @@ class GuaranteeReport(BaseModel, Report, frozen=True):
             yield found
             return
         yield (
-            f"Accepted without a person: {found.coverage:.1%} of the queries, of which "
-            f"{found.accept:.4g} are right at {found.confidence:.4g} confidence "
-            f"({found.wrong:,} of {found.accepted:,} labelled ones are wrong)."
+            f"Accepted without a person: {found.accepted / found.queries:.1%} of the queries, of "
+            f"which {100 * found.accept:.4g} % are right at {100 * found.confidence:.4g} % "
+            f"confidence ({found.wrong:,} of {found.accepted:,} labelled ones are wrong)."
         )
         for kind, lead in found.leads.items():
-            text = "none" if lead is None else f"a lead above {lead:.4f}"
-            yield f"  accepted: {text}{_of(self.by, kind)}"
-        for count, share, refused in found.more:
+            text = "none" if lead == inf else f"a lead above {lead:.4f}"
+            yield f"  accepted: {text}{self._of(kind, found.leads)}"
+        for count, share, refused in self.more:
             chance = f", or none ({refused:.0%})" if refused else ""
             yield f"  with {count:,} more labels like these: about {share:.1%}{chance}"
+
+    def _of(self, kind: str, limits: Limits) -> str:
+        return f", {self.by} = {kind}" if kind else ", others" if len(limits) > 1 else ""
 
 
 def report_of(guarantee: Guarantee, level: float, accept: float) -> GuaranteeReport:
@@ -161,6 +145,7 @@ def report_of(guarantee: Guarantee, level: float, accept: float) -> GuaranteeRep
         decisions = guarantee.decisions(accept)
     except InvalidParameterError as error:
         decisions = str(error)
+    refused = isinstance(decisions, str)
     return GuaranteeReport(
         at=guarantee.at,
         source=guarantee.source,
@@ -168,37 +153,14 @@ def report_of(guarantee: Guarantee, level: float, accept: float) -> GuaranteeRep
         by=guarantee.by,
         queries=len(queries),
         absent=absent,
-        sets=sets if isinstance(sets, str) else _sets(sets, absent),
-        decisions=decisions if isinstance(decisions, str) else _decisions(guarantee, decisions),
+        sets=sets,
+        none_needs=max(labels_for_sets(level) - absent, 0) if absent else 0,
+        decisions=decisions,
+        more=[] if refused else [(n, *outlook(guarantee, accept, n)) for n in _MORE],
         parts=[*_parts(guarantee, sets, decisions)],
         separate_needs=None
         if guarantee.by is None or guarantee.is_split
         else (labels_for_sets(level), labels_for_decisions(accept, guarantee.confidence)),
-    )
-
-
-def _sets(rule: SetRule, absent: int) -> Sets:
-    needs = labels_for_sets(rule.level) - absent
-    return Sets(
-        level=rule.level,
-        queries=rule.queries,
-        limits={_name(kind): limit for kind, limit in rule.limits.items()},
-        none=None if rule.none is None or needs > 0 else rule.none,
-        none_needs=max(needs, 0) if absent else 0,
-        true=rule.true,
-    )
-
-
-def _decisions(guarantee: Guarantee, rule: DecisionRule) -> Decisions:
-    return Decisions(
-        accept=rule.accept,
-        confidence=rule.confidence,
-        queries=rule.queries,
-        leads={_name(k): None if np.isinf(lead) else lead for k, lead in rule.leads.items()},
-        accepted=rule.accepted,
-        wrong=rule.wrong,
-        coverage=rule.accepted / rule.queries,
-        more=[(count, *outlook(guarantee, rule.accept, count)) for count in _MORE],
     )
 
 
@@ -255,14 +217,6 @@ def _is_covered(one: Judged, sets: SetRule) -> bool:
     if one.absent:
         return bool(sets.has_none(one.scores))
     return one.behind is not None and sets.has(one.behind, one.kind)
-
-
-def _name(kind: Scalar | None) -> str:
-    return "" if kind is None else str(kind)
-
-
-def _of(by: str | None, kind: str) -> str:
-    return f", {by} = {kind}" if kind else ", others" if by else ""
 
 
 def _percent(share: float | None) -> str:

@@ -35,7 +35,11 @@ def guaranteed_by(served: Served, query: Query) -> Guarantee:
 
 def described(found: Guaranteed) -> dict[str, Any]:
     """The fields of an answer about what it guarantees."""
-    fields = {"queries": found.queries, "source": found.source, "product": found.product}
+    fields: dict[str, Any] = {
+        "queries": found.queries,
+        "source": found.source,
+        "product": found.product,
+    }
     members = [
         {"value": group.value, "key": group.hits[0].key, "score": round(group.score, 6)}
         for group in found.groups

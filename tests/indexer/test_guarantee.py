@@ -243,10 +243,10 @@ def test_a_category_with_enough_labels_has_a_limit_of_its_own() -> None:
     rare = [judged(0.3, n < 3, "rare") for n in range(6)]
     rule = of(*easy, *hard, *rare, by="kind").sets(0.95)
     assert rule.limits["easy"] == 0
-    assert rule.limits.keys() == {"easy", None}  # the rare ones join the smaller category
+    assert rule.limits.keys() == {"easy", ""}  # the rare ones join the smaller category
     own = of(*easy, *hard, *rare * 4, by="kind").sets(0.95)
     assert own.limits["hard"] == pytest.approx(0.195)
-    assert of(*easy, *hard).sets(0.95).limits.keys() == {None}
+    assert of(*easy, *hard).sets(0.95).limits.keys() == {""}
     assert of(*easy, *hard, by="kind").decisions(0.95).leads["easy"] < 0.1
 
 
@@ -318,7 +318,7 @@ def test_python_answers_with_the_set_and_the_decision_of_the_rules(gallery: Gall
         hits = shop.search(vector, k=60, guarantee=0.95, accept=0.7)
         [groups] = gallery.search_groups(vector[None], 60, Grouping("product"))
         best = groups[0].score
-        members = [g.value for g in groups if best - g.score <= sets.limits[None] + 1e-5]
+        members = [g.value for g in groups if best - g.score <= sets.limits[""] + 1e-5]
         assert [group.value for group in hits.guarantee.groups] == members
         assert hits.guarantee.holds
         assert hits.accepted is decisions.takes(best - groups[1].score, None)

@@ -68,7 +68,7 @@ def calibrate(
     print_report(found.without_queries(), json)
 
 
-@app.command(epilog="Example: kinlens-index plan 1000000 128 --memory-mb 500")
+@app.command(epilog="Example: kinlens-index plan 1000000 128 --memory-mb 1200")
 @grouped
 def plan(
     n: Annotated[int, typer.Argument(metavar="N", help="Number of vectors.")],

@@ -26,11 +26,14 @@ if TYPE_CHECKING:
     from kinlens.library.bundles import load_bundle
     from kinlens.library.galleries import Gallery, build, create_gallery, open_gallery
     from kinlens.library.models import adapt, attach, import_model, teach_words
+    from kinlens.library.quality import compare
+    from kinlens.library.upkeep import compare_plans, import_gallery, plan, restore_gallery
 
 # fmt: off
 __all__ = [
     "AsyncClient", "Client", "Gallery", "NewItem", "__version__", "adapt", "attach", "build",
-    "create_gallery", "import_model", "load_bundle", "open_gallery", "teach_words",
+    "compare", "compare_plans", "create_gallery", "import_gallery", "import_model", "load_bundle",
+    "open_gallery", "plan", "restore_gallery", "teach_words",
 ]
 # fmt: on
 __version__ = "0.2.0"
@@ -50,6 +53,11 @@ _LIBRARY = {
     "create_gallery": ("kinlens.library.galleries", _ENGINES),
     "load_bundle": ("kinlens.library.bundles", _ENGINES),
     "open_gallery": ("kinlens.library.galleries", _ENGINES),
+    "compare": ("kinlens.library.quality", _ENGINES),
+    "compare_plans": ("kinlens.library.upkeep", _ENGINES),
+    "import_gallery": ("kinlens.library.upkeep", _ENGINES),
+    "plan": ("kinlens.library.upkeep", _ENGINES),
+    "restore_gallery": ("kinlens.library.upkeep", _ENGINES),
     "adapt": ("kinlens.library.models", _TRAINING),
     "attach": ("kinlens.library.models", _TRAINING),
     "import_model": ("kinlens.library.models", _TRAINING),

@@ -1,7 +1,7 @@
 """A gallery in the caller's process: searched and changed with the nouns of the client."""
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self, Unpack, overload
 
@@ -21,7 +21,7 @@ from kinlens.embedder.session import Embedder, OnnxEmbedder
 from kinlens.embedder.sources.names import composed
 from kinlens.embedder.types import Embeddings, ItemId
 from kinlens.indexer.attributes import Schema
-from kinlens.indexer.checks.duplicates import find_duplicates, members_of, near_score
+from kinlens.indexer.checks.duplicates import near_score
 from kinlens.indexer.filters.json import filter_from_json
 from kinlens.indexer.filters.text import parse_filter
 from kinlens.indexer.filters.tree import Exists, Filter, check_attribute
@@ -43,7 +43,6 @@ from kinlens.indexer.types import (
     no_key,
     sort_by_of,
 )
-from kinlens.indexer.uploads import UploadFolder
 from kinlens.library.hits import Hit, Hits, Items, Searcher, Shape, built_bundle, frame_of, table_of
 from kinlens.library.images import (
     BatchChoice,
@@ -54,6 +53,7 @@ from kinlens.library.images import (
     weighted_texts,
 )
 from kinlens.library.puts import PutReport, put_all
+from kinlens.library.quality import Duplicates, GalleryCare, duplicates
 from kinlens.library.stores import Say, Store, folder_of, keep_up
 from kinlens.quality.answers import Wanted
 from kinlens.quality.calibration import DEFAULT_PRIOR
@@ -68,7 +68,22 @@ Changes = Mapping[str, Mapping[str, AttributeInput | None]]
 _PAGE = 1_000
 
 
-class Gallery:
+class NearDuplicates(list[Hits]):
+    """Groups of items that probably show one product, and the `report` about them."""
+
+    def __init__(self, groups: Iterable[Hits], report: Duplicates) -> None:
+        super().__init__(groups)
+        self.report = report
+
+    def __str__(self) -> str:
+        return str(self.report)
+
+    def _repr_html_(self) -> str:
+        shown = "".join(group._repr_html_() for group in self[:_NAMED])
+        return self.report._repr_html_() + shown
+
+
+class Gallery(GalleryCare):
     """A gallery of images or vectors, as `open_gallery`, `build` and `create_gallery` return it.
 
     The methods have the names of `kinlens.Client`, without the name of the gallery. It is a context
@@ -593,27 +608,25 @@ class Gallery:
         with progress_bar(self.count(Exists(name)), "Changing", shown=self.shown) as advance:
             return folder.retype_attribute(name, kind, advance)
 
-    def duplicates(self, *, min_score: float | None = None, exact: bool = False) -> list[Hits]:
+    def duplicates(self, *, min_score: float | None = None, exact: bool = False) -> NearDuplicates:
         """Groups of items that probably show one product, each with the score to its first item.
 
         Args:
             min_score: minimum cosine; by default 0.95, or higher if products look alike.
             exact: compare all items with all, without the index.
+
+        Returns:
+            A list of groups, with pictures in a notebook. Its `report` has the groups that are too
+            large for copies of one product, and a warning if no item should be removed.
         """
         folder = folder_of(self.store, "cannot search for near-duplicates")
-        with progress_bar(self.size, "Comparing", shown=self.shown) as advance:
-            near = find_duplicates(folder, min_score=min_score, exact=exact, on_progress=advance)
-        return [
-            Hits((_hit_of(one.item, one.score) for one in group), self._searcher.thumbnail)
-            for group in members_of(folder, near.groups)
+        report = duplicates(folder, min_score=min_score, exact=exact, shown=self.shown)
+        picture = self._searcher.thumbnail
+        groups = [
+            Hits((_hit_of(one.item, one.score) for one in group), picture)
+            for group in report.groups
         ]
-
-    def compact(self) -> None:
-        """Rebuild the index without removed items, which can then not be restored."""
-        folder = folder_of(self.store, "compacts galleries itself")
-        with progress_bar(self.size, "Indexing", shown=self.shown) as advance:
-            folder.compact(wait=True, on_progress=advance)
-        UploadFolder(folder.path).sweep()
+        return NearDuplicates(groups, report)
 
     def _nearness(self) -> float:
         return near_score(folder_of(self.store, "cannot search for near-duplicates"))

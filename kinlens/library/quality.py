@@ -1,10 +1,18 @@
-"""Judge galleries: labelled queries, calibration, near-duplicates, and two models compared."""
+"""Judge galleries: labelled queries, calibration, near-duplicates, and two models compared.
 
+`GalleryCare` has what concerns one gallery, and its upkeep, as methods of `kinlens.Gallery`.
+"""
+
+import contextlib
 import csv
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
+from inspect import signature
 from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+from numpy.typing import ArrayLike
 
 from kinlens.embedder.errors import ImageError, InvalidParameterError, SourceError
 from kinlens.embedder.preprocess import ImageLimits, check_box, decode
@@ -30,11 +38,16 @@ from kinlens.indexer.checks.duplicates import (
     find_duplicates,
     members_of,
 )
+from kinlens.indexer.checks.stats import stats_of
+from kinlens.indexer.checks.verify import VerifyReport
 from kinlens.indexer.galleries import current_manifest
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.images import read_image
 from kinlens.indexer.ingest.products import PRODUCTS
 from kinlens.indexer.ingest.tables import read_table
+from kinlens.library import upkeep
+from kinlens.library.images import read_image as given_image
+from kinlens.library.stores import Store, folder_of
 from kinlens.quality import compare as comparison
 from kinlens.quality.calibration import GalleryCalibration
 from kinlens.quality.calibrator import Calibrator
@@ -45,6 +58,11 @@ from kinlens.quality.judging import Embedded, GoldenResults, embedded, labelled,
 from kinlens.reports import Report
 from kinlens.values import Scalar
 
+P = ParamSpec("P")
+R = TypeVar("R")
+X = TypeVar("X")
+
+_LIMITS = ImageLimits()
 _KEYS, _TEXT, _CROP = "keys", "text", "crop"
 _SHOWN = 10
 
@@ -57,13 +75,14 @@ def golden(path: Path | str) -> GoldenQueries:
 
 def add_golden(
     gallery: Gallery,
-    image: Path | str | None = None,
+    image: Any = None,
     *,
     keys: Sequence[str] | None = None,
     attribute: str | None = None,
     value: Scalar | None = None,
     crop: Crop | None = None,
-    texts: Sequence[str] = (),
+    texts: str | Sequence[str] = (),
+    name: str = "",
 ) -> GoldenQuery:
     """Add a query with its right items; one that is labelled gets the new label.
 
@@ -71,15 +90,26 @@ def add_golden(
     Without either, the label is that no item is right.
 
     Args:
+        image: a path, the bytes of a file, an image of Pillow, or an array uint8 (H, W, 3).
         crop: the part of the image to search with, or "auto" for each of several parts.
         texts: words that are added to the image, or the whole query without one.
+        name: of the query in reports; by default that of the file.
 
     Raises: SourceError for an image that cannot be used; InvalidParameterError, FilterError.
     """
+    if isinstance(keys, str):
+        raise InvalidParameterError(f"keys = {keys!r:.80} must be a list of keys.")
     is_none = keys is None and attribute is None
     label = Label(keys=tuple(keys or ()), attribute=attribute, value=value, no_match=is_none)
-    file = None if image is None else Path(image).resolve()
-    [query] = _added(gallery, [_new(file, label, crop=crop, texts=texts)])
+    words = tuple(_words(text) for text in ([texts] if isinstance(texts, str) else texts))
+    data = b""
+    if image is not None:
+        named = given_image(image, _LIMITS.max_bytes)
+        with _refusals(named.name):
+            data = named.data
+            decode(data, _LIMITS)
+        name = name or (Path(image).name if isinstance(image, str | Path) else "")
+    [query] = GoldenSet(gallery.path).add([NewQuery(data, label, name, crop, words)], gallery)
     return query
 
 
@@ -114,12 +144,16 @@ def add_golden_list(gallery: Gallery, file: Path | str) -> GoldenQueries:
             label = Label(attribute=name, value=value)
             if name == _KEYS:
                 label = Label(keys=split_keys(str(value)))
-        root = file.resolve().parent if row.cells["image"] else None
-        crop, texts = crop_of(asked.get(_CROP)), [asked[_TEXT]] if _TEXT in asked else []
-        new.append(_new(root, label, row.cells["image"], crop, texts))
+        root, path, data = file.resolve().parent, row.cells["image"], b""
+        if path:
+            with _refusals(f"image {printable(str(root / path))}"):
+                data = read_image(root, path, _LIMITS.max_bytes)
+                decode(data, _LIMITS)
+        words = (_words(asked[_TEXT]),) if _TEXT in asked else ()
+        new.append(NewQuery(data, label, path, crop_of(asked.get(_CROP)), words))
     if not new:
         raise SourceError(f"{file} lists no images. Write one per line below the header.")
-    return GoldenQueries(queries=_added(gallery, new))
+    return GoldenQueries(queries=GoldenSet(gallery.path).add(new, gallery))
 
 
 def crop_of(text: str | None) -> Crop | None:
@@ -354,8 +388,8 @@ def duplicates(
 
 
 def compare(
-    a: Gallery,
-    b: Gallery,
+    a: "GalleryCare | Gallery",
+    b: "GalleryCare | Gallery",
     queries: Collection[str] | None = None,
     *,
     attribute: str | None = None,
@@ -370,53 +404,155 @@ def compare(
         a, b: the galleries; `b` is judged against `a`.
         queries: keys of the items to search for; None for up to `sample` that both have.
         attribute: names the product; None for `product`, else `class`.
+        k: the number of hits that are compared.
 
-    Raises: InvalidParameterError if the galleries have no such attribute, or no item of `queries`.
+    Returns:
+        A report: recall of both, the interval of the change, and how many hits are the same.
+
+    Raises: InvalidParameterError for an attribute that `a` does not have, or if the galleries have
+        none of the items in common.
+
+    Examples:
+        >>> report = kinlens.compare(gallery, rebuilt)
+        >>> report.new.recall_at_1 >= report.old.recall_at_1
+        True
     """
+    old, new = (one if isinstance(one, Gallery) else _gallery(one) for one in (a, b))
+    known = old.schema()
     if attribute is None:
-        attribute = next((name for name in PRODUCTS if name in a.schema()), PRODUCTS[-1])
-    elif attribute not in a.schema():
+        attribute = next((name for name in PRODUCTS if name in known), PRODUCTS[-1])
+    if attribute not in known:
         raise InvalidParameterError(
-            f"attribute = {attribute!r}: gallery {a.name} has "
-            f"{', '.join(a.schema()) or 'no attributes'}."
+            f"attribute = {attribute!r}: gallery {old.name} has "
+            f"{', '.join(known) or 'no attributes'}. Name the one that tells products apart."
         )
-    if queries is not None and isinstance(queries, str):
-        queries = [queries]
-    done = comparison.compare(a, b, attribute, k, sample, queries)
-    if not done.queries:
+    if isinstance(queries, str):
+        raise InvalidParameterError(f"queries = {queries!r:.80} must be a list of keys.")
+    report = comparison.compare(old, new, attribute, k, sample, queries)
+    if not report.queries:
         raise InvalidParameterError(
-            f"Galleries {a.name} and {b.name} have "
-            f"{'no item in common' if queries is None else 'none of these queries in common'}. "
-            "Compare galleries with the same keys."
+            f"Galleries {old.name} and {new.name} have none of these items in common. Compare "
+            "galleries with the same keys."
         )
-    return done
+    return report
 
 
-def _added(gallery: Gallery, new: Sequence[NewQuery]) -> list[GoldenQuery]:
-    return GoldenSet(gallery.path).add(new, gallery)
+class _Opened(Protocol):
+    """A gallery that is open, with its model."""
+
+    shown: bool | None
+
+    @property
+    def store(self) -> Store: ...
+
+    @property
+    def bundle(self) -> Embedder: ...
 
 
-def _new(
-    place: Path | None,
-    label: Label,
-    path: str = "",
-    crop: Crop | None = None,
-    texts: Sequence[str] = (),
-) -> NewQuery:
-    """A query of the file `path` in folder `place`, of the file `place`, or of words alone."""
-    words = tuple(_words(text) for text in texts)
-    if place is None:
-        return NewQuery(b"", label, "", crop, words)
-    root, path = (place, path) if path else (place.parent, place.name)
-    limits = ImageLimits()
-    if not (root / path).exists():
-        raise SourceError(f"{printable(str(root / path))} does not exist. Check the name.")
+def _store(opened: _Opened) -> Store:
+    return opened.store
+
+
+def _gallery(opened: Any) -> Gallery:
+    return folder_of(opened.store, "is searched and changed only")
+
+
+def _path(opened: _Opened) -> Path:
+    return _gallery(opened).path
+
+
+def _method(
+    of: Callable[[Any], X], function: Callable[Concatenate[X, P], R]
+) -> Callable[Concatenate[Any, P], R]:
+    """A function as a method; `of` is what the function takes first of the gallery."""
+    has_bar = "shown" in signature(function).parameters
+
+    @wraps(function)
+    def method(self: _Opened, /, *args: P.args, **options: P.kwargs) -> R:
+        if has_bar:
+            options.setdefault("shown", self.shown)
+        return function(of(self), *args, **options)
+
+    return method
+
+
+class GalleryCare:
+    """What a gallery can do besides searches and changes."""
+
+    stats = _method(_store, stats_of)
+    export = _method(_store, upkeep.export)
+    backup = _method(_path, upkeep.backup)
+    publish = _method(_path, upkeep.publish)
+    compact = _method(_gallery, upkeep.compact)
+    calibrate = _method(_gallery, calibrate)
+    golden = _method(_path, golden)
+    add_golden = _method(_gallery, add_golden)
+    add_golden_list = _method(_gallery, add_golden_list)
+    remove_golden = _method(_path, remove_golden)
+    golden_runs = _method(_path, golden_runs)
+
+    def evaluate(self: _Opened, *, min_score: float | None = None, worst: int = 10) -> GoldenRun:
+        """Search with every labelled query, measure recall, and store the report.
+
+        The probabilities of hits are fitted to these queries, too.
+
+        Args:
+            min_score: minimum score of a match; None for the threshold for 1 % false matches.
+            worst: number of worst queries in the report.
+
+        Raises: InvalidParameterError if no query is labelled.
+
+        Examples:
+            >>> query = gallery.add_golden("customer.jpg", keys=["shoes/1"])
+            >>> gallery.evaluate().recall_at_1
+            1.0
+        """
+        return evaluate(
+            _gallery(self), self.bundle, min_score=min_score, worst=worst, shown=self.shown
+        )
+
+    def verify(
+        self: _Opened,
+        *,
+        images: bool = False,
+        sample: int | None = None,
+        queries: ArrayLike | Path | str | None = None,
+        target_recall: float | None = None,
+    ) -> VerifyReport:
+        """Check the files of the gallery, that items find themselves, and recall.
+
+        Args:
+            images: embed the images again. Without it a vector that is stored for the wrong item
+                is not detected.
+            sample: number of items to check; None for all, or 1,000 of more than 10,000.
+            queries: vectors (Q, D) of your users' queries, or a .npy file, to measure the recall
+                that they get.
+            target_recall: the recall that is required; None for that of the index.
+
+        Returns:
+            A report; `is_good` is whether all checks passed.
+
+        Raises: GalleryCorruptError for a damaged file; InvalidParameterError.
+        """
+        gallery = _gallery(self)
+        return upkeep.verify(
+            gallery.path,
+            self.bundle if images else None,
+            sample=sample,
+            image_root=gallery.image_root,
+            queries=queries,
+            target_recall=target_recall,
+            shown=self.shown,
+        )
+
+
+@contextlib.contextmanager
+def _refusals(image: str) -> Iterator[None]:
+    """Name the image in errors about it."""
     try:
-        data = read_image(root, path, limits.max_bytes)
-        decode(data, limits)
+        yield
     except (ImageError, OSError) as error:
-        raise SourceError(f"The image {root / path} cannot be used: {error}") from error
-    return NewQuery(data, label, path, crop, words)
+        raise SourceError(f"The {image} cannot be used: {error}") from error
 
 
 def _words(text: str) -> Words:

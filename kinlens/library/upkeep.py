@@ -42,6 +42,7 @@ from kinlens.indexer.types import (
     VectorType,
     milvus_address,
 )
+from kinlens.indexer.uploads import UploadFolder
 from kinlens.library import stores
 from kinlens.quality.calibrator import Calibrator
 from kinlens.quality.golden import GoldenSet
@@ -79,6 +80,7 @@ def compact(
     with progress_bar(facts.size, "Indexing", shown=shown) as advance:
         report = gallery.compact(settings, wait=True, from_scratch=rebuild, on_progress=advance)
     Calibrator(gallery).fit_if_outdated()
+    UploadFolder(gallery.path).sweep()  # images of items that are erased now
     return report
 
 
@@ -133,7 +135,7 @@ def plan(
     Raises: PlanError for numbers out of range, or too little memory.
 
     Examples:
-        >>> kinlens.plan(1_000_000, 128, memory_mb=500).kind
+        >>> kinlens.plan(1_000_000, 128, memory_mb=1200).kind
         'ivf-pq'
     """
     return plan_index(n, dim, IndexSettings().changed(**index), vector_type)
@@ -273,7 +275,8 @@ def restore_gallery(
     Raises: GalleryError if `out` has a gallery, without `replace`; GalleryCorruptError.
     """
     GoldenSet(backup).check()
-    with progress_bar(copy_bytes(backup), "Copying", "bytes", shown) as advance:
+    size = copy_bytes(backup) if GalleryFolder(backup).current_name() else None
+    with progress_bar(size, "Copying", "bytes", shown) as advance:
         return restore_backup(backup, out, replace=replace, on_progress=advance)
 
 

@@ -96,7 +96,7 @@ def test_a_label_or_photo_that_cannot_be_used_is_named(
         (lambda: gallery.add_golden(image, attribute="size", value=1), FilterError, "size"),
         (lambda: gallery.add_golden(shop / "gone.png"), SourceError, "gone.png"),
         (lambda: gallery.add_golden(shop / "text.png"), SourceError, "text.png cannot be used"),
-        (lambda: gallery.add_golden(7), InvalidParameterError, "7 is no image"),
+        (lambda: gallery.add_golden(7), InvalidParameterError, "7 is not an image"),
         (lambda: gallery.add_golden_list(listed), SourceError, "text.png cannot be used"),
         (lambda: gallery.remove_golden("0f"), InvalidParameterError, "0 queries"),
     ):

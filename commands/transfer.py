@@ -1,13 +1,12 @@
 """kinlens-index export, import, backup, restore, publish: copy galleries."""
 
 import contextlib
-import time
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from kinlens.commands.console import err, print_report
+from kinlens.commands.console import print_report
 from kinlens.commands.options import (
     GalleryArgument,
     ImageRootOption,
@@ -18,15 +17,11 @@ from kinlens.commands.options import (
     StoreArgument,
     VectorTypeOption,
 )
-from kinlens.embedder.errors import GalleryError, InvalidParameterError
 from kinlens.indexer.exchange.milvus_index import MilvusIndex
 from kinlens.indexer.index.index_types import IndexKind
-from kinlens.indexer.types import seconds_of
 from kinlens.library import stores, upkeep
 
 app = typer.Typer()
-
-_IMAGE_RETRY_S = 600.0
 
 
 @app.command(epilog="Example: kinlens-index export galleries/shop --out shop.parquet")
@@ -186,39 +181,16 @@ def publish(
     Only changes since the last snapshot are uploaded. The gallery stays in use. Services load the
     snapshots with kinlens-serve --gallery NAME=ADDRESS.
     """
-    interval_s = None if every is None else _seconds(every)
-    report = upkeep.publish(
+    reports = upkeep.publish_changes(
         gallery,
         address,
+        every=every,
         images=with_images,
         image_root=image_root,
         take_over=take_over,
         shown=True,
     )
-    print_report(report, json)
-    checked_at = time.monotonic()
-    with contextlib.suppress(KeyboardInterrupt):
-        while interval_s is not None:
-            time.sleep(interval_s)
-            # Retry images that could not be read before.
-            is_due = with_images and time.monotonic() - checked_at > _IMAGE_RETRY_S
-            checked_at = time.monotonic() if is_due else checked_at
-            try:
-                report = upkeep.publish(
-                    gallery, address, images=is_due, image_root=image_root, shown=False
-                )
-            except GalleryError as error:  # the next interval tries again
-                err.print(str(error), soft_wrap=True)
-                continue
-            if report.uploaded_bytes:
-                print_report(report, json)
-
-
-def _seconds(text: str) -> float:
-    seconds = seconds_of(text)
-    if seconds is None or not 0.1 <= seconds <= 86_400:
-        raise InvalidParameterError(
-            f"every = {text!r:.40} is not a time from 0.1 s to one day. Use a value such as 5s or "
-            "2m."
-        )
-    return seconds
+    print_report(next(reports), json)
+    with contextlib.suppress(KeyboardInterrupt):  # how `--every` ends
+        for report in reports:
+            print_report(report, json)

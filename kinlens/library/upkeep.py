@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from kinlens.embedder.bundle import Bundle
-from kinlens.embedder.errors import InvalidParameterError, PlanError, SourceError
+from kinlens.embedder.errors import GalleryError, InvalidParameterError, PlanError, SourceError
 from kinlens.embedder.programs.progress import progress_bar
 from kinlens.embedder.session import Embedder
 from kinlens.indexer.addresses import REMOTE, ImageRoot, image_root_of
@@ -41,6 +42,7 @@ from kinlens.indexer.types import (
     Progress,
     VectorType,
     milvus_address,
+    seconds_of,
 )
 from kinlens.indexer.uploads import UploadFolder
 from kinlens.library import stores
@@ -50,6 +52,8 @@ from kinlens.reports import Report
 
 _SIZES = ("memory_mb", "mapped_mb", "disk_mb")
 _COSTS = (*_SIZES, "build_memory_mb", "gpu_memory_mb", "gpu_free_mb", "expected_recall", "reason")
+_IMAGE_RETRY_S = 600.0
+_DAY_S = 86_400.0
 _FACTS = {"name", "bundle_id", "precision", "created_at", "source", "source_root"}
 
 
@@ -310,6 +314,51 @@ def publish(
             take_over=take_over,
             on_progress=advance,
         )
+
+
+def publish_changes(
+    path: Path | str,
+    address: str,
+    *,
+    every: str | None = None,
+    images: bool = False,
+    image_root: str | None = None,
+    take_over: bool = False,
+    shown: bool | None = None,
+) -> Iterator[PublishReport]:
+    """Publish as `publish` does, and changes `every` so often; yields a report of each upload.
+
+    A publication that fails later is noted on stderr, and the next interval tries again.
+
+    Raises: InvalidParameterError for an interval below 0.1 s or above one day; as `publish`.
+    """
+    interval_s = None if every is None else seconds_of(every)
+    if every is not None and (interval_s is None or not 0.1 <= interval_s <= _DAY_S):
+        raise InvalidParameterError(
+            f"every = {every!r:.40} is not a time from 0.1 s to one day. Use a value such as 5s or "
+            "2m."
+        )
+    yield publish(
+        path,
+        address,
+        images=images,
+        image_root=image_root,
+        take_over=take_over,
+        shown=shown,
+    )
+    checked_at = time.monotonic()
+    while interval_s is not None:
+        time.sleep(interval_s)
+        # Retry images that could not be read before.
+        is_due = images and time.monotonic() - checked_at > _IMAGE_RETRY_S
+        checked_at = time.monotonic() if is_due else checked_at
+        try:
+            report = publish(path, address, images=is_due, image_root=image_root, shown=False)
+        except GalleryError as error:
+            stores.note(str(error))
+            continue
+        if report.uploaded_bytes:
+            yield report
 
 
 def _facts_of(store: stores.Store) -> dict[str, str]:

@@ -22,6 +22,7 @@ from kinlens.embedder.errors import (
     SourceError,
 )
 from kinlens.embedder.session import OnnxEmbedder
+from kinlens.library.upkeep import publish_changes
 from tests.tiny import encoded, photo
 
 COUNT = 8
@@ -250,3 +251,14 @@ def test_a_damaged_golden_set_stops_evaluation_and_backup(
         with pytest.raises(GalleryCorruptError, match=r"golden\.sqlite"):
             work()
     assert not (tmp_path / "bad").exists()
+
+
+def test_changes_are_published_at_an_interval(gallery: kinlens.Gallery, tmp_path: Path) -> None:
+    path, address = gallery.store.path, str(tmp_path / "published")
+    reports = publish_changes(path, address, every="0.1s")
+    assert next(reports).items == COUNT
+    gallery.remove([gallery.items()[0].key])
+    assert next(reports).items == COUNT - 1
+    for every in ("soon", "0s", "2d"):
+        with pytest.raises(InvalidParameterError, match="every = "):
+            next(publish_changes(path, address, every=every))

@@ -490,6 +490,7 @@ class GalleryCare:
     add_golden_list = _method(_gallery, add_golden_list)
     remove_golden = _method(_path, remove_golden)
     golden_runs = _method(_path, golden_runs)
+    guarantee = _method(_gallery, guarantee)
 
     def evaluate(self: _Opened, *, min_score: float | None = None, worst: int = 10) -> GoldenRun:
         """Search with every labelled query, measure recall, and store the report.

@@ -78,6 +78,9 @@ def test_a_gallery_is_evaluated_with_labelled_photos_of_every_form(
     assert "&lt;i&gt;array" in gallery.golden()._repr_html_()
     assert gallery.remove_golden(made[0].sha256[:12], made[1].sha256) == 2
     assert [query.name for query in gallery.golden().queries] == ["<i>array", ""]
+    assert gallery.guarantee(from_items=True).lines()
+    with pytest.raises(InvalidParameterError, match="either a bundle or from_items"):
+        gallery.guarantee(gallery.bundle, from_items=True)
     [run] = gallery.golden_runs().runs
     assert run == report
     assert "<table>" in gallery.golden_runs()._repr_html_()

@@ -279,8 +279,8 @@ def restore_gallery(
     Raises: GalleryError if `out` has a gallery, without `replace`; GalleryCorruptError.
     """
     GoldenSet(backup).check()
-    size = copy_bytes(backup) if GalleryFolder(backup).current_name() else None
-    with progress_bar(size, "Copying", "bytes", shown) as advance:
+    size = copy_bytes(backup) if GalleryFolder(backup).current_name() else 0
+    with progress_bar(size, "Copying", "bytes", shown if size else False) as advance:
         return restore_backup(backup, out, replace=replace, on_progress=advance)
 
 

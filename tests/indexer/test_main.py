@@ -66,7 +66,7 @@ def test_each_command_has_help_with_an_example_and_errors_of_one_line(run, tmp_p
         ("update GALLERY", "Pass keys, --product or --where with --set"),
         ("update GALLERY f.gif --csv x", "not both"),
         ("remove GALLERY f.gif --where a=1", "exactly one of"),
-        ("golden add GALLERY", "Pass either --query with its label"),
+        ("golden add GALLERY", "Pass either --query or --text with its label"),
         ("golden add GALLERY --query a", "one of --keys, --attribute and --no-match"),
         ("golden add GALLERY --csv a --keys b", "none with --csv"),
         ("update GALLERY --where b", "--set or --unset"),

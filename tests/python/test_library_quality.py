@@ -28,6 +28,12 @@ from tests.tiny import encoded, photo
 COUNT = 8
 
 
+def page(shown: object) -> str:
+    """What a notebook shows."""
+    html: str = getattr(shown, "_repr_html_")()  # noqa: B009 (the name is one of IPython)
+    return html
+
+
 @pytest.fixture(scope="module")
 def bundle(tiny_bundle: Bundle) -> OnnxEmbedder:
     return kinlens.load_bundle(tiny_bundle.path)
@@ -72,10 +78,10 @@ def test_a_gallery_is_evaluated_with_labelled_photos_of_every_form(
     assert (report.queries, report.judged, report.no_match) == (4, 3, 1)
     assert report.recall_at_1 == 1
     assert "recall@1   1.0000" in str(report)
-    html = report._repr_html_()
+    html = page(report)
     assert "<td>recall@1</td><td>1.0000" in html
-    assert "<i>array" not in html + gallery.golden()._repr_html_()
-    assert "&lt;i&gt;array" in gallery.golden()._repr_html_()
+    assert "<i>array" not in html + page(gallery.golden())
+    assert "&lt;i&gt;array" in page(gallery.golden())
     assert gallery.remove_golden(made[0].sha256[:12], made[1].sha256) == 2
     assert [query.name for query in gallery.golden().queries] == ["<i>array", ""]
     assert gallery.guarantee(from_items=True).lines()
@@ -83,7 +89,7 @@ def test_a_gallery_is_evaluated_with_labelled_photos_of_every_form(
         gallery.guarantee(gallery.bundle, from_items=True)
     [run] = gallery.golden_runs().runs
     assert run == report
-    assert "<table>" in gallery.golden_runs()._repr_html_()
+    assert "<table>" in page(gallery.golden_runs())
 
 
 def test_a_label_or_photo_that_cannot_be_used_is_named(
@@ -128,19 +134,19 @@ def test_a_gallery_is_calibrated_compacted_and_verified(
     report = gallery.compact(index="hnsw")
     assert report.manifest is not None
     assert (report.manifest.kind, report.manifest.size) == ("hnsw", COUNT - 1)
-    assert "Index hnsw of 7 items" in report._repr_html_()
+    assert "Index hnsw of 7 items" in page(report)
     with pytest.raises(PlanError, match="Unknown index 'tree'"):
         gallery.compact(index="tree")
     checked = gallery.verify(images=True, queries=gallery.vectors()[:3])
     assert (checked.is_good, checked.from_images, checked.recall_queries) == (True, True, 3)
-    assert "7 of 7 checked items" in checked._repr_html_()
+    assert "7 of 7 checked items" in page(checked)
     with pytest.raises(InvalidParameterError):
         gallery.verify(queries=[[1.0, 0.0]])
     (shop / "<b>3/7.png").write_bytes(encoded(photo(99)))
     bad = gallery.verify(images=True)
     assert not bad.is_good
     assert [problem.key for problem in bad.problems] == ["<b>3/7.png"]
-    assert "<b>3" not in bad._repr_html_()
+    assert "<b>3" not in page(bad)
     assert gallery.stats()["size"] == COUNT - 1
 
 
@@ -151,7 +157,7 @@ def test_near_duplicates_come_with_a_report(gallery: kinlens.Gallery) -> None:
     assert {hit.key for hit in group} == {"copy", "<b>1/3.png"}
     assert (found.report.items, found.report.size) == (2, COUNT + 1)
     assert "Groups of near-duplicates: 1, with 2 of the 9 items" in str(found)
-    html = found._repr_html_()
+    html = page(found)
     assert "Groups of near-duplicates" in html
     assert "<b>1" not in html
     with pytest.raises(InvalidParameterError, match="min_score"):
@@ -169,7 +175,7 @@ def test_two_galleries_are_compared_by_the_products_of_their_items(
         assert report.old.recall_at_1 == report.new.recall_at_1
         some = kinlens.compare(gallery, other, keys[:3], k=1)
         assert (some.queries, some.k) == (3, 1)
-        html = report._repr_html_()
+        html = page(report)
         assert f"<td>items</td><td>{COUNT}</td><td>{COUNT}</td>" in html
         assert "100.0% of the first 10 hits are the same." in str(report)
         for queries, options, message in (
@@ -201,7 +207,7 @@ def test_a_gallery_is_copied_in_every_way(gallery: kinlens.Gallery, tmp_path: Pa
     assert kinlens.restore_gallery(saved, tmp_path / "restored").name == "gallery"
     published = gallery.publish(str(tmp_path / "published"))
     assert published.items == COUNT
-    assert f"{COUNT} items" in published._repr_html_()
+    assert f"{COUNT} items" in page(published)
     np.save(tmp_path / "own.npy", np.eye(4, dtype=np.float32))
     (tmp_path / "keys.txt").write_text("a\nb\nc\nd\n")
     own = kinlens.import_gallery(
@@ -234,12 +240,12 @@ def test_a_gallery_is_copied_in_every_way(gallery: kinlens.Gallery, tmp_path: Pa
 def test_a_plan_shows_its_costs_and_all_kinds_are_compared() -> None:
     chosen = kinlens.plan(1_000_000, 128, memory_mb=1200)
     assert chosen.kind == "ivf-pq"
-    assert "<td>index</td><td>ivf-pq on cpu" in chosen._repr_html_()
+    assert "<td>index</td><td>ivf-pq on cpu" in page(chosen)
     assert str(chosen) == "\n".join(chosen.lines())
     plans = kinlens.compare_plans(1_000_000, 128, memory_mb=600)
     assert [one["kind"] for one in plans.plans] == ["flat", "hnsw", "ivf-pq"]
     assert [one["kind"] for one in plans.plans if one["refused"]] == ["ivf-pq"]
-    assert "<td>ivf-pq</td>" in plans._repr_html_()
+    assert "<td>ivf-pq</td>" in page(plans)
     for n, dim, choice in ((0, 8, {}), (10, 0, {}), (10, 8, {"index": "tree"})):
         with pytest.raises(PlanError):
             kinlens.plan(n, dim, **choice)

@@ -616,14 +616,14 @@ class Gallery(GalleryCare):
             exact: compare all items with all, without the index.
 
         Returns:
-            A list of groups, with pictures in a notebook. Its `report` has the groups that are too
+            A list of groups, with images in a notebook. Its `report` has the groups that are too
             large for copies of one product, and a warning if no item should be removed.
         """
         folder = folder_of(self.store, "cannot search for near-duplicates")
         report = duplicates(folder, min_score=min_score, exact=exact, shown=self.shown)
-        picture = self._searcher.thumbnail
+        thumbnail = self._searcher.thumbnail
         groups = [
-            Hits((_hit_of(one.item, one.score) for one in group), picture)
+            Hits((_hit_of(one.item, one.score) for one in group), thumbnail)
             for group in report.groups
         ]
         return NearDuplicates(groups, report)

@@ -424,7 +424,7 @@ def compare(
     if attribute not in known:
         raise InvalidParameterError(
             f"attribute = {attribute!r}: gallery {old.name} has "
-            f"{', '.join(known) or 'no attributes'}. Name the one that tells products apart."
+            f"{', '.join(known) or 'no attributes'}. Name the one that distinguishes products."
         )
     if isinstance(queries, str):
         raise InvalidParameterError(f"queries = {queries!r:.80} must be a list of keys.")

@@ -31,7 +31,7 @@ NAMES = {
 EXCEPTIONS = {
     "kinlens-index embed": "writes the shards of one part of a list, as a job of a cluster; in "
     "Python `bundle.embed_files` returns the vectors",
-    "kinlens-index explain": "draws a picture file; its numbers come from the service",
+    "kinlens-index explain": "draws an image file; its numbers come from the service",
 }
 """The commands without a name in Python, and why. All of kinlens-serve is an exception, because it
 runs and administers a service: `kinlens.Client` is its Python."""

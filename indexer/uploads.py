@@ -5,7 +5,6 @@ no item uses it.
 """
 
 import contextlib
-import fcntl
 import hashlib
 import logging
 import os
@@ -13,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from kinlens.embedder.durable import make_folder, sweep, sync, write_whole
+from kinlens.embedder.durable import lock, make_folder, sweep, sync, write_whole
 from kinlens.embedder.errors import (
     GalleryBusyError,
     GalleryCorruptError,
@@ -57,7 +56,7 @@ class UploadFolder:
 
         Raises: GalleryBusyError if the gallery does not exist now; GalleryWriteError.
         """
-        with self._locked(_LOCK, fcntl.LOCK_SH):
+        with self._locked(_LOCK, alone=False):
             if current_generation(self._gallery) is None:
                 raise self._absence()
             with self._disk_errors_explained():
@@ -70,9 +69,9 @@ class UploadFolder:
         """While the block copies the gallery, no image is removed. A read-only folder has no lock,
         since nothing is removed there.
         """
-        with contextlib.ExitStack() as lock:
+        with contextlib.ExitStack() as paused:
             with contextlib.suppress(GalleryBusyError, GalleryWriteError):
-                lock.enter_context(self._locked(_COPIED, fcntl.LOCK_SH))
+                paused.enter_context(self._locked(_COPIED, alone=False))
             yield
 
     def files(self) -> Iterator[Path]:
@@ -113,7 +112,7 @@ class UploadFolder:
 
         Raises: GalleryBusyError if the gallery does not exist; GalleryWriteError.
         """
-        with self._locked(_LOCK, fcntl.LOCK_EX):
+        with self._locked(_LOCK, alone=True):
             yield
 
     def _clear(self, shard: Path) -> bool:
@@ -122,8 +121,8 @@ class UploadFolder:
         """
         try:
             with (
-                self._locked(_LOCK, fcntl.LOCK_EX),
-                self._locked(_COPIED, fcntl.LOCK_EX | fcntl.LOCK_NB),
+                self._locked(_LOCK, alone=True),
+                self._locked(_COPIED, alone=True, wait=False),
             ):
                 sweep(shard)
                 contents = sorted(_contents(shard))
@@ -149,17 +148,16 @@ class UploadFolder:
             write_whole(self._path(file.name), file.read_bytes(), "upload")
 
     @contextlib.contextmanager
-    def _locked(self, name: str, kind: int) -> Iterator[None]:
-        """Hold a file lock of this `kind`. Raises: BlockingIOError if LOCK_NB is set and it is
-        taken.
-        """
+    def _locked(self, name: str, *, alone: bool, wait: bool = True) -> Iterator[None]:
+        """Hold a file lock. Raises: BlockingIOError if it is taken, without `wait`."""
         with self._disk_errors_explained():
             if not self.root.is_dir():
                 self.root.mkdir(exist_ok=True)
                 sync(self._gallery, "upload")
-            descriptor = os.open(self.root / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            descriptor = os.open(self.root / name, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            fcntl.flock(descriptor, kind)
+            if not lock(descriptor, alone=alone, wait=wait):
+                raise BlockingIOError(f"{name} of {self._gallery} is locked")
             yield
         finally:
             os.close(descriptor)

@@ -50,6 +50,9 @@ def walk(folder: Path) -> None:
         assert len(hits) == 9
         assert hits[0].key == "mugs/new.png"
     run("search", out, "--image", shop / "mugs/new.png", *model, "--where", "price < 20")
+    gallery.put("uploaded", shop / "mugs/new.png", {"price": 3})
+    assert gallery.image("uploaded") == (shop / "mugs/new.png").read_bytes()
+    assert gallery.remove("uploaded") == 1
     run("build", shop, *model, "--out", out)  # in place of the one that is open
     with_others = kinlens.open_gallery(out, embedder)
     assert with_others.size == 13

@@ -173,10 +173,10 @@ def guarantee(
         ),
     ] = False,
     level: Annotated[
-        float, typer.Option(min=0.01, max=0.9999, help="Share of queries whose set is right.")
+        float, typer.Option(min=0.5, max=0.9999, help="Share of queries whose set is right.")
     ] = 0.95,
     accept: Annotated[
-        float, typer.Option(min=0.01, max=0.9999, help="Share of accepted queries that are right.")
+        float, typer.Option(min=0.5, max=0.9999, help="Share of accepted queries that are right.")
     ] = 0.99,
     confidence: Annotated[
         float | None,

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from fractions import Fraction
 from functools import cached_property, lru_cache
-from math import ceil, inf
+from math import ceil, inf, log
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
@@ -51,6 +51,7 @@ KEPT = 20
 """Number of best products of a labelled query whose distances to the best one are stored."""
 
 _FIRST, _DEEPEST = 50, 1_000  # products to search for; more if the right one is not among them
+_LOWEST, _HIGHEST = 0.5, 1 - 1e-6  # shares that a guarantee may have; labels prove no higher one
 _COPY = 1 - 1e-4  # a hit with this cosine is the query itself, or a copy of it
 
 
@@ -248,6 +249,7 @@ def _judge(
     is_split: bool,
     confidence: float,
 ) -> Guarantee:
+    _check("confidence", confidence)
     grouping, judged, values = Grouping(product), list[Judged](), list[Scalar | None]()
     for vector, is_right, exclude in queries:
         groups, right = list[Group](), None
@@ -340,8 +342,10 @@ def _exact(level: float) -> Fraction:
 
 
 def _check(name: str, value: float) -> None:
-    if not 0 < value < 1:
-        raise InvalidParameterError(f"{name} = {value:g} must be between 0 and 1, such as 0.95.")
+    if not _LOWEST <= value <= _HIGHEST:
+        raise InvalidParameterError(
+            f"{name} = {value:g} must be between {_LOWEST:g} and {_HIGHEST:.6f}, such as 0.95."
+        )
 
 
 @lru_cache(maxsize=64)
@@ -406,16 +410,16 @@ def _parts(
 
 def labels_for_decisions(accept: float, confidence: float = CONFIDENCE) -> int:
     """The fewest labelled queries, all of them accepted and right, that prove the rate."""
-    return counts_to_test(accept, confidence, inf)[0]
+    return ceil(log(1 - confidence) / log(accept) - 1e-9)
 
 
 @lru_cache(maxsize=64)
-def counts_to_test(accept: float, confidence: float, most: float) -> tuple[int, ...]:
+def counts_to_test(accept: float, confidence: float, most: int) -> tuple[int, ...]:
     """The fewest queries that prove the share of right ones with 0, 1, 2, ... errors, of at most
-    `most`: 299, 473, 628, ... for 0.99 at 0.95 confidence. Without a limit, the first of them.
+    `most`: 299, 473, 628, ... for 0.99 at 0.95 confidence.
     """
     rate, found, count = float(1 - _exact(accept)), list[int](), 1
-    while count <= most and not (most == inf and found):
+    while count <= most:
         if tail(len(found), count, rate) <= 1 - confidence:
             found.append(count)
         else:

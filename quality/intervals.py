@@ -1,9 +1,11 @@
 """Confidence intervals of a share of queries and of a paired change, and exact binomial bounds."""
 
 from collections.abc import Sequence
-from math import exp, lgamma, log, log1p, sqrt
+from functools import lru_cache
+from math import log, log1p, sqrt
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kinlens.golden import Interval
 
@@ -49,19 +51,18 @@ def tail(wrong: int, count: int, rate: float) -> float:
     if wrong >= count:
         return 1.0
     is_low = 2 * wrong < count
-    terms = range(wrong + 1) if is_low else range(wrong + 1, count + 1)
-    whole = lgamma(count + 1)
-    part = sum(
-        exp(
-            whole
-            - lgamma(n + 1)
-            - lgamma(count - n + 1)
-            + n * log(rate)
-            + (count - n) * log1p(-rate)
-        )
-        for n in terms
-    )
+    terms = np.arange(wrong + 1) if is_low else np.arange(wrong + 1, count + 1)
+    whole = _log_factorials(1 << count.bit_length())
+    ways = whole[count] - whole[terms] - whole[count - terms]
+    part = float(np.exp(ways + terms * log(rate) + (count - terms) * log1p(-rate)).sum())
     return min(part, 1.0) if is_low else max(1.0 - part, 0.0)
+
+
+@lru_cache(maxsize=2)
+def _log_factorials(size: int) -> NDArray[np.float64]:
+    """ln n! of the first `size` numbers n."""
+    logs: NDArray[np.float64] = np.log(np.maximum(np.arange(size, dtype=np.float64), 1)).cumsum()
+    return logs
 
 
 def upper_bound(wrong: int, count: int, confidence: float) -> float:

@@ -192,6 +192,7 @@ def test_as_many_labels_are_needed_as_the_binomial_needs() -> None:
     assert labels_for_sets(0.99) == 99
     assert labels_for_decisions(0.99) == 299
     assert labels_for_decisions(0.99, 0.99) == 459
+    assert labels_for_decisions(0.5, 0.75) == 2
     assert counts_to_test(0.99, 0.95, 1000) == (299, 473, 628, 773, 913)
 
 
@@ -208,9 +209,14 @@ def test_too_few_labels_are_refused_with_the_number_that_is_missing() -> None:
     lost = Judged(0.5, (0.0, 0.1), None)
     with pytest.raises(InvalidParameterError, match="right product of 3 of 43 labelled queries"):
         of(*few.queries[:40], lost, lost, lost).sets(0.95)
-    for level in (0.0, 1.0, -1.0):
-        with pytest.raises(InvalidParameterError, match="must be between 0 and 1"):
-            few.sets(level)
+    for share in (0.0, 1.0, -1.0, 1e-300, 1 - 1e-16, 0.49):
+        for ask in (few.sets, few.decisions):
+            with pytest.raises(InvalidParameterError, match=r"must be between 0\.5 and 0\.999999"):
+                ask(share)
+    with pytest.raises(InvalidParameterError, match="999,999 labelled"):
+        few.sets(0.999999)
+    with pytest.raises(InvalidParameterError, match="2,995,731 accepted"):
+        few.decisions(0.999999)
 
 
 def test_299_right_answers_suffice_and_one_error_among_the_surest_does_not() -> None:

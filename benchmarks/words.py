@@ -1,6 +1,8 @@
 """Words of a catalogue: what a text tower that was taught finds among photos, products and titles.
 
-    KINLENS_SHARED=DIR python benchmarks/words.py
+    KINLENS_SHARED=DIR python benchmarks/words.py --sources groceries
+
+Each source has its own table, which is printed when it is done: cars take the longest.
 
 Sources: groceries (81 products with their names and kinds), cars (196 models by make, type and
 year), and drawn products, whose shape, colour and pattern are known. Images are embedded with
@@ -77,7 +79,6 @@ def main() -> None:
     if shared is None:
         skip("needs the images and weights of $KINLENS_SHARED")
     found: dict[str, dict[str, dict[str, Any]]] = {}
-    mixed: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         embedder = OnnxEmbedder.open(args.bundle or _trunk(shared, folder / "bundle"))
@@ -88,19 +89,16 @@ def main() -> None:
             rows = SOURCES[source](shared, folder, args.products)
             photos = _photos(embedder, rows)
             found[source] = contest(photos, encoders)
-            if source == "drawn":
-                mixed = {name: mix(photos, encode) for name, encode in encoders.items()}
             if args.json is not None:
                 args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    for source, methods in found.items():
-        print(f"\n{source}")
-        heading("", "texts read by", *KINDS)
-        for name, by_encoder in methods.items():
-            for encoder, figures in by_encoder.items():
-                row(name, encoder, *(_cell(figures.get(kind)) for kind in KINDS))
-    if mixed:
-        print("\nphotos of drawn products with another colour, mAP")
-        columns(mixed)
+            print(f"\n{source}")
+            heading("", "texts read by", *KINDS)
+            for name, by_encoder in found[source].items():
+                for encoder, figures in by_encoder.items():
+                    row(name, encoder, *(_cell(figures.get(kind)) for kind in KINDS))
+            if source == "drawn":
+                print("\nphotos of drawn products with another colour, mAP")
+                columns({name: mix(photos, encode) for name, encode in encoders.items()})
 
 
 def _cell(figures: Mapping[str, float] | None) -> str:

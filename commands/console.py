@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Iterator
-from functools import partial
 
 import typer
 from pydantic import TypeAdapter
@@ -10,7 +9,7 @@ from rich.console import Console
 
 from kinlens.embedder.errors import KinlensError, disk_fault
 from kinlens.embedder.programs.console import print_error
-from kinlens.embedder.programs.progress import console, progress_bar
+from kinlens.embedder.programs.progress import console
 from kinlens.indexer.ingest.embed import Failure
 from kinlens.reports import Report
 
@@ -44,10 +43,6 @@ def errors_shown() -> Iterator[None]:
     except KeyboardInterrupt as interrupt:
         err.print("Interrupted. Finished work is kept; run the same command again to resume.")
         raise typer.Exit(1) from interrupt
-
-
-progress = partial(progress_bar, shown=True)
-"""The progress bar of a command, of which a log file gets the last line."""
 
 
 def print_report(report: object, json: bool, *lines: str) -> None:

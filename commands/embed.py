@@ -9,11 +9,11 @@ from kinlens.commands.console import (
     exit_with_skipped,
     failure_lines,
     print_report,
-    progress,
 )
 from kinlens.commands.options import BatchOption, DeviceOption, JsonOption
 from kinlens.embedder.engines.models import SessionSettings
 from kinlens.embedder.manifest import Engine, Precision
+from kinlens.embedder.programs.progress import progress_bar
 from kinlens.indexer.ingest.embed import refuse_unreadable
 from kinlens.indexer.ingest.parts import (
     SHARD_SIZE,
@@ -79,7 +79,7 @@ def embed(
     session = SessionSettings(device, 1, precision=precision, engine=engine)
     shards = begun_shards(given, bundle, session, out, shard_size)
     embedded, due = 0, shards.manifest.images_in(own.missing(shards))
-    with progress(due, "Embedding", "images") as advance:
+    with progress_bar(due, "Embedding", "images", shown=True) as advance:
         for count in embed_missing(shards, own, bundle, session, ray, batch_size):
             embedded += count
             advance(count)

@@ -22,6 +22,7 @@ from kinlens.embedder.errors import (
     SourceError,
 )
 from kinlens.embedder.session import OnnxEmbedder
+from kinlens.indexer.galleries import uploads_folder
 from kinlens.library.upkeep import publish_changes
 from tests.tiny import encoded, photo
 
@@ -148,6 +149,20 @@ def test_a_gallery_is_calibrated_compacted_and_verified(
     assert [problem.key for problem in bad.problems] == ["<b>3/7.png"]
     assert "<b>3" not in page(bad)
     assert gallery.stats()["size"] == COUNT - 1
+
+
+def test_a_compaction_deletes_the_uploaded_images_of_erased_items(
+    gallery: kinlens.Gallery,
+) -> None:
+    for key, seed in (("kept", 90), ("erased", 91)):
+        gallery.put(key, encoded(photo(seed)))
+    uploads = uploads_folder(gallery.store.path)
+    assert len([file for file in uploads.rglob("*") if file.stem[:2] == file.parent.name]) == 2
+    gallery.remove("erased")
+    gallery.compact()
+    assert len([file for file in uploads.rglob("*") if file.stem[:2] == file.parent.name]) == 1
+    assert gallery.image("kept")
+    assert gallery.restore("erased") == []
 
 
 def test_near_duplicates_come_with_a_report(gallery: kinlens.Gallery) -> None:

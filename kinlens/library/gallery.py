@@ -243,6 +243,12 @@ class Gallery(GalleryCare):
             InvalidParameterError, FilterError: a parameter outside its range.
             BundleError: words without a text tower.
         """
+        others = (filter, min_score is not None, offset, distinct, exact, diversity, boost, sort_by)
+        if options is not None and any(others):
+            raise InvalidParameterError(
+                "options of the indexer stand in place of filter, min_score, offset, distinct, "
+                "exact, diversity, boost and sort_by. Pass them in options."
+            )
         wanted = Wanted(
             k,
             options

@@ -302,12 +302,23 @@ def _of_frame(frame: Any, root: ImageRoot | str | None, kinds: Schema) -> Source
     key, rows = _rows_of(frame)
     if root is None and rows:
         # Relative paths are those of this process, and the root is what all have in common.
-        files = [[_real(path) for path in _listed_paths(row["path"])] for row in rows]
-        root = os.path.commonpath([file.parent for several in files for file in several])
         rows = [
-            {**row, "path": [*map(str, several)]} for row, several in zip(rows, files, strict=True)
+            {**row, "path": [str(_real(path)) for path in _listed_paths(row["path"])]}
+            for row in rows
+        ]
+        root = os.path.commonpath([Path(path).parent for row in rows for path in row["path"]])
+    elif not isinstance(root, ImageAddress):
+        rows = [
+            {**row, "path": [_without_links(path) for path in _listed_paths(row["path"])]}
+            for row in rows
         ]
     return _listed(rows, key, _FRAME, "in a DataFrame", root, kinds)
+
+
+def _without_links(path: Any) -> Any:
+    """A path, in its real folder if it is absolute, since the root is a real folder, too."""
+    is_absolute = isinstance(path, str | os.PathLike) and Path(path).is_absolute()
+    return str(_real(path)) if is_absolute else path
 
 
 def _listed_paths(cell: Any) -> Sequence[Any]:

@@ -261,6 +261,8 @@ def _new_items(items: Any) -> Iterator[NewItem]:
                 f"{item!r:.{_SHOWN}} is not a NewItem(key, image, attributes). With keys, pass "
                 "their vectors too."
             )
+        if not isinstance(item.key, str):
+            raise InvalidParameterError(f"The key {item.key!r:.{_SHOWN}} must be a string.")
         yield item
 
 

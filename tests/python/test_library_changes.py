@@ -80,6 +80,10 @@ def test_a_gallery_is_built_from_each_kind_of_source(
         assert made.item("A").attributes == {"product": "A", "price": 9.5, "sale": True}
         assert made.item("C/1.png").attributes == {"product": "C", "price": 3}
         assert made.search(photo(3), 1)[0].key == "C/loose.png"
+    (tmp_path / "link").symlink_to(shop)
+    linked = pd.DataFrame({"path": [tmp_path / "link/cup/0.png"]})
+    with kinlens.build(linked, bundle, out=out, root=tmp_path / "link") as made:
+        assert made.item(str(tmp_path / "link/cup/0.png")).path == "cup/0.png"
     (shop / "list.csv").write_text("key,path\nA,cup/0.png\n", encoding="utf-8")
     with kinlens.build(shop / "list.csv", bundle, out=out) as made:
         assert keys(made) == ["A"]
@@ -226,6 +230,7 @@ def test_put_many_takes_arrays_tables_and_items(
         ({"a": 1}, None, "must be a list of NewItem"),
         ([kinlens.NewItem("a"), kinlens.NewItem("b", "x")], None, "has no image"),
         ([kinlens.NewItem("a", b"x"), kinlens.NewItem("a", b"y")], None, "occurs twice"),
+        ([kinlens.NewItem(7, b"x")], None, "key 7 must be a string"),
         (pa.table({"id": ["a"]}), None, "no such column"),
     ],
 )

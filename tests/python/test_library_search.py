@@ -343,6 +343,11 @@ BAD: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
         InvalidParameterError,
         "each alone",
     ),
+    "options twice": (
+        lambda g, s: g.search(s / NAMES[0], 3, SearchOptions(), filter="price < 3"),
+        InvalidParameterError,
+        "in place of filter",
+    ),
     "k": (lambda g, s: g.search(s / NAMES[0], k=0), InvalidParameterError, "k = 0"),
 }
 

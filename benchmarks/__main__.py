@@ -35,6 +35,7 @@ SMALLEST = (
     "--classes 30",
     "regularizers.py --folds --seeds 1 --losses margin --conditions 'network, 5 epochs' "
     "--classes 18",
+    "imported.py --seeds 1 --photos 2 --shops groceries",
     "small_shops.py --seeds 1 --shops 1 --methods adapt",
     "tenants.py --galleries 1 4 --keys 2 20 --seconds 1 --rounds 1",
     "training_step.py --rounds 1 --batch 10 --size-px 64",

@@ -46,7 +46,7 @@ _SHOWN = 60
 """Number of items that a notebook shows."""
 
 _PRINTED = 10
-_THUMBNAIL_PX = 160
+THUMBNAIL_PX = 160
 _GRID = "display:flex;flex-wrap:wrap;gap:12px;align-items:flex-start"
 _CARD = "margin:0;width:160px;font:12px/1.4 sans-serif;overflow-wrap:anywhere"
 _PHOTO = "display:block;width:160px;height:160px;object-fit:contain;background:#8882"
@@ -102,9 +102,9 @@ class Items(list[Item]):
 
     def _repr_html_(self) -> str:
         cards = (
-            _card(item.key, item.attributes, self._thumbnail(item.id)) for item in _first(self)
+            photo_card(item.key, item.attributes, self._thumbnail(item.id)) for item in _first(self)
         )
-        return _grid(cards, f"{len(self)} of {self.total:,} items")
+        return photo_grid(cards, f"{len(self)} of {self.total:,} items")
 
 
 class Hits(list[Hit]):
@@ -183,10 +183,10 @@ class Hits(list[Hit]):
 
     def _repr_html_(self) -> str:
         if self.groups is None:
-            return _grid(self._cards(self), self._summary())
+            return photo_grid(self._cards(self), self._summary())
         rows = (
             f"<p>{_text('(no value)' if group.value is None else group.value)} "
-            f"{group.score:.4f}</p>{_grid(self._cards(group.hits))}"
+            f"{group.score:.4f}</p>{photo_grid(self._cards(group.hits))}"
             for group in _first(self.groups)
         )
         return f"<p>{self._summary()}</p>{''.join(rows)}"
@@ -194,7 +194,7 @@ class Hits(list[Hit]):
     def _cards(self, hits: Sequence[Hit]) -> Iterator[str]:
         for hit in _first(hits):
             head = f"{hit.score:.4f}{_percent(hit)}"
-            yield _card(hit.key, hit.attributes, self._thumbnail(hit.id), head)
+            yield photo_card(hit.key, hit.attributes, self._thumbnail(hit.id), head)
 
 
 class Views(NamedTuple):
@@ -261,7 +261,7 @@ class Searcher:
     def thumbnail(self, item_id: ItemId) -> bytes | None:
         """A thumbnail of an item; None if it has no image that can be shown."""
         try:
-            return self.image(self._store.item(item_id), _THUMBNAIL_PX)
+            return self.image(self._store.item(item_id), THUMBNAIL_PX)
         except (KinlensError, OSError):
             return None  # such as a file that was removed: the others are shown
 
@@ -508,7 +508,7 @@ def _text(value: object) -> str:
     return html.escape(str(value))
 
 
-def _card(
+def photo_card(
     key: str, attributes: Mapping[str, AttributeValue], jpeg: bytes | None, head: str = ""
 ) -> str:
     if jpeg is None:
@@ -523,6 +523,6 @@ def _card(
     )
 
 
-def _grid(cards: Iterable[str], summary: str = "") -> str:
+def photo_grid(cards: Iterable[str], summary: str = "") -> str:
     title = f"<p>{_text(summary)}</p>" if summary else ""
     return f'{title}<div style="{_GRID}">{"".join(cards)}</div>'

@@ -4,17 +4,15 @@ Each function writes a bundle, and returns what `kinlens.load_bundle` returns fo
 has what was measured, which a notebook shows. Errors name arguments as options of `kinlens-train`.
 """
 
-import base64
 import contextlib
 import functools
 import html
-import io
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, cast, get_args
 
-from kinlens.embedder.errors import ExportError, InvalidParameterError, JobError
+from kinlens.embedder.errors import ExportError, InvalidParameterError, JobError, KinlensError
 from kinlens.embedder.programs.progress import progress_bar
 from kinlens.installs import missing_package
 from kinlens.reports import Report
@@ -40,8 +38,8 @@ if TYPE_CHECKING:
 _TRAIN_IT = "To train it, use `kinlens-train fit shop`."
 _BORDER = 0.875
 """Part of the resized image that the crop keeps, as ImageNet models are tested."""
-_PHOTOS, _QUERIES, _RESULTS, _SIDE_PX = 60, 4, 4, 96
-"""Of the photos in a report: how many are searched, queries, results, size."""
+_PHOTOS, _QUERIES, _RESULTS = 60, 4, 4
+"""Of the photos in a report: how many are searched, queries, results of each."""
 
 Channels = float | Sequence[float]
 """A number for each of red, green and blue, or one for all."""
@@ -531,32 +529,31 @@ def _opened(
 
 
 def _photos_of(model: "LoadedBundle", images: "LabelledImages") -> str:
-    """Some photos of the test, each with its first results; the right ones are framed in green."""
+    """Some photos of the test, each with its first results."""
+    from kinlens.library.hits import photo_card, photo_grid
+
     few = images.some(_PHOTOS)
     names = [few.class_names[label] for label in few.labels.tolist()]
     paths = [few.root / path for path in few.paths]
-    vectors = model.embed_files(paths)
+    try:
+        vectors = model.embed_files(paths)
+    except KinlensError as error:  # a photo was removed after the test
+        return f"<p>{html.escape(str(error))}</p>"
     scores = vectors @ vectors.T
-    rows = []
+    shown = []
     with_pair = [row for row, name in enumerate(names) if names.count(name) > 1]
     for row in with_pair[:: max(1, len(with_pair) // _QUERIES)][:_QUERIES]:
         order = [other for other in scores[row].argsort()[::-1].tolist() if other != row]
-        cells = [_cell(paths[row], names[row], "gray")]
+        cards = [photo_card(names[row], {}, _thumbnail(paths[row]), "photo")]
         for other in order[:_RESULTS]:
-            colour = "green" if names[other] == names[row] else "firebrick"
-            cells.append(_cell(paths[other], names[other], colour))
-        rows.append(f"<tr>{''.join(cells)}</tr>")
-    head = f"<th>photo</th><th colspan={_RESULTS}>first results</th>"
-    return f"<table><tr>{head}</tr>{''.join(rows)}</table>"
+            head = "right" if names[other] == names[row] else "wrong"
+            cards.append(photo_card(names[other], {}, _thumbnail(paths[other]), head))
+        shown.append(photo_grid(cards))
+    return "".join(["<p>Photos of the test, each with its first results</p>", *shown])
 
 
-def _cell(path: Path, name: str, colour: str) -> str:
-    from kinlens.embedder.preprocess import decode
+def _thumbnail(path: Path) -> bytes:
+    from kinlens.embedder.preprocess import ImageLimits, render_jpeg
+    from kinlens.library.hits import THUMBNAIL_PX
 
-    image = decode(path.read_bytes(), min_side_px=_SIDE_PX)
-    image.thumbnail((_SIDE_PX, _SIDE_PX))
-    data = io.BytesIO()
-    image.save(data, "JPEG")
-    source = f"data:image/jpeg;base64,{base64.b64encode(data.getvalue()).decode()}"
-    style = f"border:3px solid {colour}"
-    return f'<td><img src="{source}" style="{style}"><br>{html.escape(name)}</td>'
+    return render_jpeg(path.read_bytes(), ImageLimits(), THUMBNAIL_PX)

@@ -2,6 +2,7 @@
 
 import html
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ def photos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with 10 products of 3 photos; the test runs next to it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    names = [HOSTILE, *(f"product {number}" for number in range(9))]
+    names = [HOSTILE, *(f"product <i>{number}" for number in range(9))]
     for number, name in enumerate(names):
         (tmp_path / "photos" / name).mkdir(parents=True)
         for view in range(3):
@@ -86,8 +87,11 @@ def test_adapt_takes_a_folder_a_list_or_a_table(photos: Path, adapt: Callable[..
     shown = page(made[1])
     assert html.escape(second) in shown
     assert shown.count("data:image/jpeg;base64,") == 4 * 5  # photos, each with its first results
-    assert "<b>" not in shown
+    assert "product &lt;i&gt;" in shown
+    assert "<i>" not in shown
     assert "R@" not in shown
+    shutil.rmtree(photos)
+    assert "does not exist" in page(made[1])
 
 
 def test_adapt_skips_a_damaged_photo_and_names_it(

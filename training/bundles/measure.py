@@ -1,6 +1,6 @@
 """Measure a model, a run or a bundle, and write the bundle of a run or of a pretrained network."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -240,3 +240,55 @@ def _warn_of_seen(images: "LabelledImages", seen: "Seen | None", *, is_own: bool
             f"{known[0]!r}, so the figures are too high. Compare models on classes that neither of "
             "them was trained on."
         )
+
+
+def facts(bundle: "Bundle") -> Iterator[str]:
+    """What is known of a bundle, line by line: recall, precisions and calibration."""
+    from kinlens.training.evaluation.retrieval import with_interval
+
+    manifest = bundle.manifest
+    yield (
+        f"bundle {bundle.bundle_id[:12]} in {bundle.path}: {manifest.dim}-d  "
+        f"{_figures(manifest.recall)}"
+    )
+    if manifest.baseline is not None:
+        queries, before = manifest.baseline.queries, manifest.baseline.recall["R@1"]
+        yield (
+            f"R@1 {with_interval(manifest.recall['R@1'], queries)} on {queries:,} test queries; "
+            f"{manifest.baseline.model} {with_interval(before, queries)}"
+        )
+    if manifest.parity is not None:
+        source = "the imported file" if manifest.backbone == "onnx" else "torch"
+        yield f"ONNX and {source} differ by at most {manifest.parity.max_abs_difference:.1e}"
+    if manifest.map is not None:
+        yield f"map: sums to the embeddings to {manifest.map.sum_difference:.1e}"
+    held_out = manifest.held_out
+    if held_out is None:
+        yield "no calibration: it was exported without held-out images"
+        return
+    yield f"on {held_out.images:,} {held_out.split} images: fp32 {_figures(held_out.recall)}"
+    for mode in bundle.modes():
+        if (compared := manifest.comparison(mode)) is not None:
+            low, high = compared.recall_at_1_interval or (0.0, 0.0)
+            yield (
+                f"  {mode}: {_figures(compared.recall)}  R@1 lost {compared.recall_at_1_loss:.2f} "
+                f"({low:.2f} to {high:.2f})  mean cosine {compared.held_out_cosine:.4f}"
+            )
+    if manifest.calibration is None:
+        yield f"no calibration: {held_out.no_calibration}"
+        return
+    known = manifest.calibration
+    views = ", ".join(str(one.views) for one in known.curves)
+    yield (
+        f"probabilities from {known.gallery_images:,} {known.split} images of {known.classes} "
+        f"classes, for galleries with {views} images of each product"
+    )
+    for at in known.thresholds:
+        yield (
+            f"{at.false_matches:.0%} false matches: of pairs at {at.pair_score:.3f}, of searches "
+            f"at {at.search_score:.3f}"
+        )
+
+
+def _figures(recall: dict[str, float]) -> str:
+    return "  ".join(f"{name} {value:.2f}" for name, value in recall.items())

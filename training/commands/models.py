@@ -130,7 +130,7 @@ def export(
             raise typer.BadParameter(f"--text and --backbone {_OPEN_CLIP}NAME need each other")
         from kinlens.training.words.native import export_two_towers
 
-        describe(export_two_towers(backbone, weights, out, tokenizer, licence, texts))
+        print_facts(export_two_towers(backbone, weights, out, tokenizer, licence, texts))
         return
     if trunk and run is None:
         raise typer.BadParameter("--trunk needs a run; give its folder")
@@ -147,7 +147,7 @@ def export(
             )
         model = section(Model, backbone=backbone, weights=weights)
         spec = section(Input, size_px=size_px, resize_px=resize_px)
-        describe(export_backbone(backbone, model, spec, out, with_map))
+        print_facts(export_backbone(backbone, model, spec, out, with_map))
     if run is not None:
         bundle = api.export(
             run,
@@ -159,55 +159,10 @@ def export(
             skip_refused=skip_refused,
             settings=overrides or (),
         )
-        describe(bundle)
+        print_facts(bundle)
 
 
-def describe(bundle: "Bundle") -> None:
-    from kinlens.training.evaluation.retrieval import with_interval
+def print_facts(bundle: "Bundle") -> None:
+    from kinlens.training.bundles.measure import facts
 
-    manifest = bundle.manifest
-    typer.echo(
-        f"bundle {bundle.bundle_id[:12]} in {bundle.path}: {manifest.dim}-d  "
-        f"{_figures(manifest.recall)}"
-    )
-    if manifest.baseline is not None:
-        queries, before = manifest.baseline.queries, manifest.baseline.recall["R@1"]
-        typer.echo(
-            f"R@1 {with_interval(manifest.recall['R@1'], queries)} on {queries:,} test queries; "
-            f"{manifest.baseline.model} {with_interval(before, queries)}"
-        )
-    if manifest.parity is not None:
-        source = "the imported file" if manifest.backbone == "onnx" else "torch"
-        typer.echo(f"ONNX and {source} differ by at most {manifest.parity.max_abs_difference:.1e}")
-    if manifest.map is not None:
-        typer.echo(f"map: sums to the embeddings to {manifest.map.sum_difference:.1e}")
-    held_out = manifest.held_out
-    if held_out is None:
-        typer.echo("no calibration: it was exported without held-out images")
-        return
-    typer.echo(f"on {held_out.images:,} {held_out.split} images: fp32 {_figures(held_out.recall)}")
-    for mode in bundle.modes():
-        if (compared := manifest.comparison(mode)) is not None:
-            low, high = compared.recall_at_1_interval or (0.0, 0.0)
-            typer.echo(
-                f"  {mode}: {_figures(compared.recall)}  R@1 lost {compared.recall_at_1_loss:.2f} "
-                f"({low:.2f} to {high:.2f})  mean cosine {compared.held_out_cosine:.4f}"
-            )
-    if manifest.calibration is None:
-        typer.echo(f"no calibration: {held_out.no_calibration}")
-        return
-    known = manifest.calibration
-    views = ", ".join(str(one.views) for one in known.curves)
-    typer.echo(
-        f"probabilities from {known.gallery_images:,} {known.split} images of {known.classes} "
-        f"classes, for galleries with {views} images of each product"
-    )
-    for at in known.thresholds:
-        typer.echo(
-            f"{at.false_matches:.0%} false matches: of pairs at {at.pair_score:.3f}, of searches "
-            f"at {at.search_score:.3f}"
-        )
-
-
-def _figures(recall: dict[str, float]) -> str:
-    return "  ".join(f"{name} {value:.2f}" for name, value in recall.items())
+    typer.echo("\n".join(facts(bundle)))

@@ -3,12 +3,13 @@
 import json
 import shlex
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from kinlens.embedder.sources.tables import PRODUCT
 from kinlens.library import models as library
+from kinlens.training.commands.models import print_facts
 from kinlens.training.commands.options import (
     Data,
     Out,
@@ -79,7 +80,7 @@ def adapt(
             verbose=verbose,
         )
     if verbose:
-        _describe(made)
+        print_facts(made.bundle)
     _, outcome = made.report.lines()
     note(outcome)
     note(f"Report: {made.report.figures['run'] / 'report.md'}")
@@ -96,12 +97,6 @@ def _build(data: Path, out: Path) -> str:
     if table and {"key", PRODUCT} & next(read_rows(root / table, cure=""))[1].keys():
         words += ["--csv", str(root / table)]
     return shlex.join([*words, "--bundle", str(out), "--out", f"galleries/{name}"])
-
-
-def _describe(made: Any) -> None:
-    from kinlens.training.commands.models import describe
-
-    describe(made.bundle)
 
 
 def import_onnx(
@@ -181,7 +176,7 @@ def import_onnx(
             name=name,
         )
     if verbose:
-        _describe(made)
+        print_facts(made.bundle)
     else:
         typer.echo(made.report)
         note(f"Bundle {made.bundle_id[:12]}: {out}")

@@ -120,10 +120,11 @@ class Shop:
 
     def drawn(self, rng: np.random.Generator, count: int, wrong: float) -> Guarantee:
         """The judged labels of `count` queries; a share of them names a wrong product."""
-        chosen = [self.judged[n] for n in rng.integers(0, len(self.judged), count)]
+        rows = rng.integers(0, len(self.judged), count)
+        chosen = [self.judged[row] for row in rows]
         for n in np.flatnonzero(rng.random(count) < wrong).tolist():
             if not chosen[n].absent:  # the label names another product, drawn at random
-                gaps = self.scores[n].max() - self.scores[n]
+                gaps = self.scores[rows[n]].max() - self.scores[rows[n]]
                 chosen[n] = chosen[n]._replace(behind=float(rng.choice(gaps[gaps > 0])))
         return Guarantee(
             at=str(rng.random()), items=0, last=0, product="", source="golden", queries=(*chosen,)

@@ -9,6 +9,7 @@
     bundle = kinlens.load_bundle("bundles/shop")
     gallery = kinlens.build("photos/", bundle, out="galleries/shop")
     hits = gallery.search("photo.jpg", k=5, filter="price < 60")
+    kinlens.plot.map(gallery)
 
 The client needs only the base install; bundles and galleries need `kinlens[cpu]` or `kinlens[gpu]`.
 Each name is imported on first use, so `import kinlens` is cheap.
@@ -21,6 +22,7 @@ from kinlens.environment import refuse_telemetry
 from kinlens.installs import missing_package
 
 if TYPE_CHECKING:
+    import kinlens.library.plots as plot
     from kinlens.calls import NewItem
     from kinlens.client import AsyncClient, Client
     from kinlens.library.bundles import load_bundle
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AsyncClient", "Client", "Gallery", "NewItem", "__version__", "adapt", "attach", "build",
     "compare", "compare_plans", "create_gallery", "import_gallery", "import_model", "load_bundle",
-    "open_gallery", "plan", "restore_gallery", "teach_words",
+    "open_gallery", "plan", "plot", "restore_gallery", "teach_words",
 ]
 # fmt: on
 __version__ = "0.2.0"
@@ -64,12 +66,17 @@ _LIBRARY = {
     "teach_words": ("kinlens.library.models", _TRAINING),
 }
 """The module of a name, and the extras that bring what it imports; any one of them is enough."""
-_SUBMODULES = ("client", "errors", "models")
+_SUBMODULES = {
+    "client": "kinlens.client",
+    "errors": "kinlens.errors",
+    "models": "kinlens.models",
+    "plot": "kinlens.library.plots",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name in _SUBMODULES:
-        return import_module(f"kinlens.{name}")
+        return import_module(_SUBMODULES[name])
     if name in _CLIENT:
         return getattr(import_module(_CLIENT[name]), name)
     if name not in _LIBRARY:

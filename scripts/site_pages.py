@@ -47,6 +47,7 @@ PYTHON = {
     "kinlens.errors": (),
     "kinlens.langchain": ("KinlensRetriever",),
     "kinlens.library.bundles": ("LoadedBundle",),
+    "kinlens.library.plots": (),
     "kinlens.models": (),
 }
 TIDY = {

@@ -11,7 +11,7 @@ from kinlens.embedder.errors import DatasetError, EvaluationError
 from kinlens.training.evaluation.evaluate import evaluate_embeddings
 from kinlens.training.evaluation.retrieval import GAIN, gain, retrieval
 from kinlens.training.evaluation.structure import agreement, clustering, structure
-from kinlens.training.report.page import positions
+from kinlens.training.report.plane import positions
 from kinlens.training.studies.tables import paired_difference
 
 KS = (1, 2, 4, 8, 10_000)

@@ -79,7 +79,7 @@ def evaluate(
     from kinlens.training.evaluation.retrieval import queries_in
     from kinlens.training.evaluation.structure import require_distinct
     from kinlens.training.parts.own import forget_files
-    from kinlens.training.report.page import draw_embeddings, require_plot
+    from kinlens.training.report.plane import draw_embeddings, require_plot
 
     forget_files()
     if plot is not None:
@@ -117,7 +117,8 @@ def evaluate(
     require_distinct(torch.from_numpy(vectors[0]), parts[0].labels)
     figures = evaluate_embeddings(*searched(vectors, parts), full=full, **options)
     if plot is not None:
-        draw_embeddings(Path(plot), vectors[0], parts[0], 0 if job is None else job.seed)
+        classes = [parts[0].class_names[label] for label in parts[0].labels]
+        draw_embeddings(Path(plot), vectors[0], classes, 0 if job is None else job.seed)
         note(f"Plot: {plot}")
     return Figures(figures, queries)
 

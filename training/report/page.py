@@ -1,4 +1,4 @@
-"""The report of a run, a page in Markdown with its curves, and plots of embeddings and sizes."""
+"""The report of a run, a page in Markdown with its curves, and a plot of sizes."""
 
 import platform
 import re
@@ -9,16 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from kinlens.embedder.errors import CheckpointError, JobError
-from kinlens.embedder.types import Embeddings
+from kinlens.embedder.errors import CheckpointError
 from kinlens.training.checkpoint import Epoch, Figures, Row
 from kinlens.training.config.job import Job
 from kinlens.training.data.feedback import sentences
-from kinlens.training.data.records import SKIPPED, LabelledImages, Split
+from kinlens.training.data.records import SKIPPED, Split
 from kinlens.training.distributed import world
 from kinlens.training.evaluation.retrieval import GAIN
 from kinlens.training.folder import RESULT, Result, read_result, replace_text
@@ -29,8 +26,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 History = Sequence[Epoch]
-_MOST_NAMES = 20
-_PERPLEXITY = 30.0
 
 
 def write_report(folder: Path, job: Job, split: Split, history: History, result: Result) -> None:
@@ -227,46 +222,6 @@ def plain(text: object) -> str:
     """`text` on one line, escaped so that Markdown sees no table, tag or emphasis."""
     line = escape(" ".join(str(text).split()), quote=False)
     return re.sub(r"[\\`*_\[\]|]", r"\\\g<0>", line)
-
-
-def require_plot(path: Path) -> None:
-    """Raises: JobError if no plot can be written in the format of `path`."""
-    if path.suffix not in (".png", ".svg", ".pdf"):
-        raise JobError(f"--plot {path}: give a file that ends in .png, .svg or .pdf.")
-
-
-def positions(embeddings: Embeddings, seed: int = 0) -> NDArray[np.float32]:
-    """t-SNE of unit embeddings: (N, D) to (N, 2); the same for the same seed.
-
-    References:
-        van der Maaten and Hinton, Visualizing Data using t-SNE, JMLR 2008,
-        https://www.jmlr.org/papers/v9/vandermaaten08a.html
-    """
-    from sklearn.manifold import TSNE
-
-    count, dim = embeddings.shape
-    plane: NDArray[np.float32] = TSNE(
-        perplexity=min(_PERPLEXITY, (count - 1) / 3),
-        init="pca" if min(count, dim) > 1 else "random",
-        random_state=seed,
-    ).fit_transform(embeddings)
-    return plane
-
-
-def draw_embeddings(path: Path, embeddings: Embeddings, images: LabelledImages, seed: int) -> None:
-    """The t-SNE of the embeddings (N, D) of images, coloured by class; names of few classes."""
-    from matplotlib.figure import Figure  # here, since its import takes a second
-
-    plane = positions(embeddings, seed)
-    figure = Figure(figsize=(10, 10), layout="constrained")
-    axis = figure.subplots()
-    points = axis.scatter(plane[:, 0], plane[:, 1], c=images.labels, cmap="nipy_spectral", s=8)
-    if images.classes <= _MOST_NAMES:
-        handles, _ = points.legend_elements(num=list(range(images.classes)))
-        axis.legend(handles, images.class_names)
-    axis.set(title=f"{len(images):,} images of {images.classes:,} classes", xticks=[], yticks=[])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
 
 
 def draw_sizes(path: Path, runs: "pd.DataFrame") -> None:

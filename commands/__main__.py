@@ -3,8 +3,7 @@
 from typing import Any
 
 from kinlens.embedder.machine import require_faiss
-from kinlens.environment import isolate
-from kinlens.installs import missing_package
+from kinlens.environment import isolate, missing_package
 
 require_faiss("kinlens-index")
 
@@ -12,7 +11,6 @@ try:
     from kinlens.commands import (
         build,
         change,
-        duplicates,
         embed,
         golden,
         search,
@@ -39,7 +37,7 @@ class IndexCommands(Commands):
 
 app = new_program(IndexCommands, no_args_is_help=True)
 add_group(app, "Build and change", build.app, embed.app, sync.app, change.app)
-add_group(app, "Search", search.app, duplicates.app)
+add_group(app, "Search", search.app)
 add_group(app, _CARE, upkeep.app, golden.guarantees)
 app.add_typer(
     golden.app,

@@ -1,4 +1,4 @@
-"""kinlens-index search, show, explain: search a gallery and show items and matches."""
+"""kinlens-index search, show, explain, duplicates: search a gallery, show items and matches."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -29,8 +29,10 @@ from kinlens.indexer.images import ANY_SIZE
 from kinlens.indexer.ingest.foreign import read_vectors
 from kinlens.indexer.types import Group as PlainGroup
 from kinlens.indexer.types import SearchOptions, boost_of, sort_by_of
+from kinlens.library import quality
 from kinlens.library.gallery import Gallery
 from kinlens.library.hits import Group, Hit, Hits, shown
+from kinlens.library.stores import in_folder
 from kinlens.quality.calibration import DEFAULT_PRIOR
 
 app = typer.Typer()
@@ -319,3 +321,24 @@ def _lines(answers: Sequence[Hits]) -> Iterator[str]:
             if not answer.all():
                 yield "No match."
         yield from answer.lines()
+
+
+@app.command(epilog="Example: kinlens-index duplicates galleries/shop --json > near.json")
+def duplicates(
+    gallery: StoreArgument,
+    min_score: Annotated[
+        float | None,
+        typer.Option(
+            min=-1, max=1, help="Minimum cosine; by default 0.95, or higher if products look alike."
+        ),
+    ] = None,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Compare all items with all, without the index.")
+    ] = False,
+    json: JsonOption = False,
+) -> None:
+    """Find groups of items that probably show the same product. Exits with 1 if there are none."""
+    with in_folder(gallery, "cannot search for near-duplicates") as store:
+        found = quality.duplicates(store, min_score=min_score, exact=exact, shown=True)
+    print_report(found, json)
+    exit_if_empty(not found.groups, f"No items of {found.name} are near-duplicates.")

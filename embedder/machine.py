@@ -11,7 +11,7 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from kinlens.installs import missing_package
+from kinlens.environment import missing_package
 
 CONTROL_GROUP = Path("/sys/fs/cgroup")
 

@@ -18,8 +18,7 @@ Each name is imported on first use, so `import kinlens` is cheap.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from kinlens.environment import refuse_telemetry
-from kinlens.installs import missing_package
+from kinlens.environment import missing_package, refuse_telemetry
 
 if TYPE_CHECKING:
     import kinlens.library.plots as plot

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import Field
 
-from kinlens.installs import missing_package
+from kinlens.environment import missing_package
 
 try:
     from langchain_core.callbacks import CallbackManagerForRetrieverRun

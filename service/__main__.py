@@ -4,8 +4,7 @@ import gc
 import os
 import sys
 
-from kinlens.environment import isolate
-from kinlens.installs import missing_package
+from kinlens.environment import isolate, missing_package
 from kinlens.service.encoding import spawn
 
 _LIGHT = frozenset(["audit", "keys", "mcp", "settings"])

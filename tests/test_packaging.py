@@ -11,14 +11,14 @@ import yaml
 from typer.testing import CliRunner
 
 import kinlens.commands.__main__
-import kinlens.program
+import kinlens.commands.programs
 import kinlens.service.commands.program
 import kinlens.training.__main__
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
 APPS = {
-    "kinlens": kinlens.program.app,
+    "kinlens": kinlens.commands.programs.app,
     "kinlens-train": kinlens.training.__main__.app,
     "kinlens-index": kinlens.commands.__main__.app,
     "kinlens-serve": kinlens.service.commands.program.app,

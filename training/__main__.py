@@ -7,8 +7,7 @@ import sys
 from collections.abc import Callable
 
 from kinlens.embedder.errors import JobError, KinlensError
-from kinlens.environment import isolate
-from kinlens.installs import missing_package
+from kinlens.environment import isolate, missing_package
 
 
 def _needs(missing: ModuleNotFoundError) -> SystemExit:

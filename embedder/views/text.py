@@ -24,7 +24,7 @@ from kinlens.embedder.errors import (
 )
 from kinlens.embedder.manifest import TextTower
 from kinlens.embedder.types import Embeddings
-from kinlens.installs import missing_package
+from kinlens.environment import missing_package
 
 MAX_CHARACTERS = 1_000
 """Maximum length of a text; a longer one would cost time and exceed every context."""

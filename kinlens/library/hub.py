@@ -16,7 +16,7 @@ from kinlens import __version__
 from kinlens.embedder.bundle import GOLDEN, MANIFEST, SEEN, TOKENIZER, WEIGHTS, Bundle
 from kinlens.embedder.errors import BundleError, BundleNotFoundError
 from kinlens.embedder.manifest import BundleManifest
-from kinlens.installs import missing_package
+from kinlens.environment import missing_package
 from kinlens.quality.intervals import wilson
 
 if TYPE_CHECKING:

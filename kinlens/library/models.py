@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, cast, get_ar
 
 from kinlens.embedder.errors import ExportError, InvalidParameterError, JobError, KinlensError
 from kinlens.embedder.programs.progress import progress_bar
-from kinlens.installs import missing_package
+from kinlens.environment import missing_package
 from kinlens.reports import Report
 from kinlens.training.config.layers import names_of
 from kinlens.training.report.log import console_listener, note

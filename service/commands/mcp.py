@@ -11,8 +11,8 @@ from pydantic import BaseModel, Field
 from kinlens import __version__
 from kinlens.agents import FoundItem, found_items, read_image
 from kinlens.client import Client
+from kinlens.environment import missing_package
 from kinlens.errors import ClientError
-from kinlens.installs import missing_package
 from kinlens.models import SearchAnswer
 from kinlens.service.commands import options
 

@@ -4,7 +4,7 @@ Without a command it serves a bundle and its galleries.
 """
 
 from kinlens.embedder.machine import require_faiss
-from kinlens.installs import missing_package
+from kinlens.environment import missing_package
 
 require_faiss("kinlens-serve")
 

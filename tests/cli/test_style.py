@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
-from kinlens import program
 from kinlens.commands import __main__ as index
+from kinlens.commands import programs
 from kinlens.service.commands import program as serve
 from kinlens.training import __main__ as train
 
@@ -136,12 +136,12 @@ def test_the_three_programs_have_one_prefix() -> None:
         done = call("kinlens", *words)
         assert done.returncode in (1, 2)
         assert done.stderr.startswith(line)
-    assert [*get_command(program.app).commands] == ["train", "index", "serve"]
+    assert [*get_command(programs.app).commands] == ["train", "index", "serve"]
 
 
 def test_the_prefix_loads_no_program_until_it_is_named() -> None:
     code = (
-        "import sys; from kinlens.program import app\n"
+        "import sys; from kinlens.commands.programs import app\n"
         "try: app(['--help'])\n"
         "except SystemExit: pass\n"
         "print([name for name in ('torch', 'numpy', 'faiss', 'fastapi', 'pydantic')"

@@ -20,7 +20,7 @@ from kinlens.embedder.durable import staged
 from kinlens.embedder.errors import ExportError
 from kinlens.embedder.manifest import Preprocessing, TextTower
 from kinlens.embedder.views.text import MAX_CHARACTERS, TextEncoder
-from kinlens.installs import missing_package
+from kinlens.environment import missing_package
 from kinlens.training.bundles.bundle import export_network
 from kinlens.training.bundles.graph import write_text_onnx
 from kinlens.training.words.attach import attach_tower, golden_texts

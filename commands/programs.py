@@ -4,7 +4,7 @@ import sys
 from importlib import import_module
 from typing import Any
 
-from kinlens.installs import missing_package
+from kinlens.environment import missing_package
 
 try:
     from typer.core import TyperCommand

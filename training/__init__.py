@@ -15,10 +15,10 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kinlens.training.api import *  # noqa: F403
-    from kinlens.training.public import *  # noqa: F403
+    from kinlens.training.library.api import *  # noqa: F403
+    from kinlens.training.library.public import *  # noqa: F403
 
-_MODULES = ("api", "public")
+_MODULES = ("library.api", "library.public")
 
 
 def __getattr__(name: str) -> Any:

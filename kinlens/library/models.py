@@ -17,8 +17,7 @@ from kinlens.embedder.programs.progress import progress_bar
 from kinlens.environment import missing_package
 from kinlens.reports import Report
 from kinlens.training.config.layers import names_of
-from kinlens.training.report.log import console_listener, note
-from kinlens.training.sources import (
+from kinlens.training.library.sources import (
     Images,
     input_settings,
     load_images,
@@ -27,6 +26,7 @@ from kinlens.training.sources import (
     shop_of,
     summary,
 )
+from kinlens.training.report.log import console_listener, note
 
 if TYPE_CHECKING:
     from kinlens.embedder.bundle import Bundle

@@ -12,7 +12,7 @@ from functools import wraps
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from kinlens.installs import missing_package
+from kinlens.environment import missing_package
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -17,7 +17,7 @@ import kinlens
 from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.errors import FilterError, InvalidParameterError
 from kinlens.quality.intervals import wilson
-from kinlens.training.bundles.measure import Figures
+from kinlens.training.library.measure import Figures
 from tests.tiny import TINY_DIM, encoded, photo
 
 PRODUCTS, VIEWS = 20, 4

@@ -8,7 +8,7 @@ import pytest
 from kinlens.embedder.errors import JobError
 from kinlens.training.config.job import Job, expand_path, load_job
 from kinlens.training.folder import changes
-from kinlens.training.sources import job_of
+from kinlens.training.library.sources import job_of
 
 MINIMAL = 'name = "x"\n[data]\nkind = "folder"\nroot = "shop"\n'
 

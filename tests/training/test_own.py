@@ -21,8 +21,8 @@ from kinlens.training import (
     load_job,
 )
 from kinlens.training.evaluation.structure import require_distinct
+from kinlens.training.library.sources import job_of
 from kinlens.training.parts.own import register, source_sha256
-from kinlens.training.sources import job_of
 from tests.training.jobs import small_job
 
 ROOT = Path(__file__).parents[2]

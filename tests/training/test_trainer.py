@@ -22,9 +22,9 @@ from kinlens.training.data.records import Split, with_protocol
 from kinlens.training.device import autocast, choose_device
 from kinlens.training.evaluation.evaluate import embed
 from kinlens.training.folder import Result, read_result, replace_text
+from kinlens.training.library.sources import load_images, with_settings
 from kinlens.training.report.log import ConsoleListener, epoch_bar
 from kinlens.training.runner import run_job
-from kinlens.training.sources import load_images, with_settings
 from kinlens.training.state import create_run
 from kinlens.training.trainer import fit, train_step
 from tests.training.jobs import Silent, Stopping, small_job

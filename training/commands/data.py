@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from kinlens.training import api
 from kinlens.training.commands.options import AllowPartial, section
+from kinlens.training.library import api
 
 app = typer.Typer(
     help="Create, download and check data sets.",

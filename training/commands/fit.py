@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 import typer
 
 from kinlens.embedder.errors import JobError
-from kinlens.training import api
 from kinlens.training.commands.options import (
     AllowPartial,
     ChooseByTest,
@@ -18,8 +17,9 @@ from kinlens.training.commands.options import (
     settings_of,
     stoppable,
 )
+from kinlens.training.library import api
+from kinlens.training.library.sources import job_of
 from kinlens.training.report.log import note
-from kinlens.training.sources import job_of
 
 _RESUME = "Call again with the same --out to resume."
 

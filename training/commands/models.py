@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kinlens.training import api
 from kinlens.training.commands.options import (
     Overrides,
     Precisions,
@@ -14,6 +13,7 @@ from kinlens.training.commands.options import (
     precisions_of,
     section,
 )
+from kinlens.training.library import api
 
 if TYPE_CHECKING:
     from kinlens.embedder.bundle import Bundle
@@ -163,6 +163,6 @@ def export(
 
 
 def print_facts(bundle: "Bundle") -> None:
-    from kinlens.training.bundles.measure import facts
+    from kinlens.training.library.measure import facts
 
     typer.echo("\n".join(facts(bundle)))

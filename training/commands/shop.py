@@ -21,8 +21,8 @@ from kinlens.training.commands.options import (
     stoppable,
     usage_errors,
 )
+from kinlens.training.library.sources import shop_of
 from kinlens.training.report.log import note
-from kinlens.training.sources import shop_of
 
 Numbers = tuple[float, float, float]
 

@@ -8,8 +8,14 @@ from typing import TYPE_CHECKING, Any, get_args
 from kinlens.embedder.errors import DatasetError, JobError
 from kinlens.embedder.programs.progress import progress_bar
 from kinlens.reports import Report
+from kinlens.training.library.sources import (
+    Images,
+    load_images,
+    require_run,
+    shop_of,
+    with_settings,
+)
 from kinlens.training.report.log import note
-from kinlens.training.sources import Images, load_images, require_run, shop_of, with_settings
 
 if TYPE_CHECKING:
     from kinlens.embedder.bundle import Bundle

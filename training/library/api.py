@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal, Union
 
 from kinlens.embedder.errors import JobError
 from kinlens.embedder.programs.progress import console, progress_bar
-from kinlens.training.bundles.measure import Figures, evaluate, export
 from kinlens.training.config.layers import JOBS, read_layers
+from kinlens.training.library.measure import Figures, evaluate, export
+from kinlens.training.library.sources import Images, job_of, load_images, shop_of, summary
 from kinlens.training.report.log import Callback, Callbacks, console_listener, note
-from kinlens.training.sources import Images, job_of, load_images, shop_of, summary
 
 if TYPE_CHECKING:
     from torch import nn

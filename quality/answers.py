@@ -18,6 +18,7 @@ from kinlens.embedder.types import Embeddings, Hit, ItemId, first_numbers
 from kinlens.embedder.views.text import TextEncoder
 from kinlens.indexer.filters.text import Where
 from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.live.ranking import check_at_least, check_number
 from kinlens.indexer.types import (
     SAME_SCORE,
     Entry,
@@ -25,6 +26,7 @@ from kinlens.indexer.types import (
     Grouping,
     Item,
     SearchOptions,
+    SortBy,
     best_of_views,
     combined_query,
     no_checkpoint,
@@ -61,6 +63,8 @@ class Wanted:
         grouping: return groups in place of hits.
         best_view: search with each vector separately, and score an item by its best one.
         min_probability: omit hits and groups that are less likely right.
+
+    Raises: InvalidParameterError for a `k` or `min_probability` out of range, or with `sort_by`.
     """
 
     k: int
@@ -69,10 +73,26 @@ class Wanted:
     best_view: bool = False
     min_probability: float | None = None
 
+    def __post_init__(self) -> None:
+        check_at_least("k", self.k, 1)
+        check_likely(self.min_probability, self.options.sort_by)
+
     @property
     def by(self) -> str:
         """The attribute that groups have in common; empty without groups."""
         return "" if self.grouping is None else self.grouping.by
+
+
+def check_likely(least: float | None, sort_by: SortBy | str | None) -> None:
+    """Check `min_probability`. Raises: InvalidParameterError."""
+    if least is None:
+        return
+    check_number("min_probability", least, 0, 1)
+    if sort_by:
+        raise InvalidParameterError(
+            "min_probability cannot be combined with sort_by. Send min_score with sort_by, or "
+            "omit one of them."
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -443,7 +443,7 @@ def _check_options(k: int, options: SearchOptions) -> None:
 
 def _check_reordering(options: SearchOptions) -> None:
     """Check `diversity`, `boost` and `sort_by`. Raises: InvalidParameterError."""
-    _check_number("diversity", options.diversity, 0, 1)
+    check_number("diversity", options.diversity, 0, 1)
     if options.sort_by and (options.diversity or options.boost):
         raise InvalidParameterError(
             "sort_by cannot be combined with diversity or boost. Omit one of them."
@@ -451,10 +451,10 @@ def _check_reordering(options: SearchOptions) -> None:
     boost = options.boost
     if boost is None:
         return
-    _check_number("the weight of a boost", boost.weight, -MAX_BOOST, MAX_BOOST)
+    check_number("the weight of a boost", boost.weight, -MAX_BOOST, MAX_BOOST)
     for end in (boost.low, boost.high):
         if end is not None:
-            _check_number("from or to of a boost", end, -math.inf, math.inf)
+            check_number("from or to of a boost", end, -math.inf, math.inf)
     if boost.low is not None and boost.high is not None and boost.low >= boost.high:
         raise InvalidParameterError(
             f"A boost from {boost.low:g} to {boost.high:g} is an empty range. `from` must be below "
@@ -462,8 +462,9 @@ def _check_reordering(options: SearchOptions) -> None:
         )
 
 
-def _check_number(name: str, value: Any, low: float, high: float) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+def check_number(name: str, value: Any, low: float, high: float) -> None:
+    """Check that `value` is finite, from `low` to `high`. Raises: InvalidParameterError."""
+    is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
     if not is_number or not low <= value <= high or math.isinf(value):
         limits = "finite" if math.isinf(low) else f"from {low:g} to {high:g}"
         raise InvalidParameterError(f"{name} = {value!r:.80}; give a number, {limits}.")

@@ -249,6 +249,12 @@ class Gallery(GalleryCare):
                 "options of the indexer stand in place of filter, min_score, offset, distinct, "
                 "exact, diversity, boost and sort_by. Pass them in options."
             )
+        _check_choice("combine", combine, (None, "mean", "best"))
+        _check_choice("distinct", distinct, (None, False, True, "near"))
+        if combine == "mean" and crops == AUTO:
+            raise InvalidParameterError(
+                'crops = "auto" searches with each part of an image. Omit combine = "mean".'
+            )
         wanted = Wanted(
             k,
             options
@@ -282,7 +288,8 @@ class Gallery(GalleryCare):
         images = listed_images(query) if plain is None else []
         given = [*([] if plain is None else [plain]), *(vectors or ())]
         views = self._searcher.views(images, given, crops, bool(words[0]))
-        keys = _names("positives", positives), _names("negatives", negatives)
+        liked, disliked = _names("positives", positives), _names("negatives", negatives)
+        keys = [*dict.fromkeys(liked)], [*dict.fromkeys(disliked)]  # one named twice counts once
         answer = self._searcher.answer
         return answer(views, words, keys, wanted, no_match_prior, shape, guarantee, accept)
 
@@ -669,6 +676,12 @@ def _names(what: str, names: Sequence[str]) -> list[str]:
     if isinstance(names, str):
         raise InvalidParameterError(f"{what} = {names!r:.200} must be a list, as [{names!r:.80}].")
     return [*names]
+
+
+def _check_choice(name: str, value: object, choices: Sequence[object]) -> None:
+    if value not in choices:
+        known = ", ".join(repr(choice) for choice in choices if choice is not None)
+        raise InvalidParameterError(f"{name} = {value!r:.80} is not one of {known}.")
 
 
 def _hit_of(item: Item, score: float) -> Hit:

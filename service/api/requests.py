@@ -37,6 +37,7 @@ from kinlens.indexer.filters.json import filter_from_json
 from kinlens.indexer.filters.text import parse_filter
 from kinlens.indexer.filters.tree import Filter
 from kinlens.indexer.types import MAX_FACETS, Grouping
+from kinlens.quality.answers import check_likely
 from kinlens.service.access.rates import account_of
 from kinlens.service.encoding.model import View
 from kinlens.service.encoding.vectors import MAX_NUMBERS, MAX_WEIGHT, VectorView, vector_content
@@ -471,11 +472,7 @@ class SearchFields(Strict):
                 f"k * group_size = {k * size:,} is above the limit of {Settings.max_k:,}; request "
                 "fewer groups or fewer items in each."
             )
-        if self.sort_by and self.min_probability is not None:
-            raise custom_error(
-                "min_probability cannot be combined with sort_by. Send min_score with sort_by, or "
-                "omit one of them."
-            )
+        check_likely(self.min_probability, self.sort_by)
         return self
 
     @property

@@ -207,6 +207,12 @@ def test_a_calibrated_gallery_has_probabilities(
     assert all(0 <= hit.probability <= 1 for hit in hits)
     assert 0 <= hits.no_match_probability <= 1
     assert len(gallery.search(shop / NAMES[0], 6, min_probability=2 / 3)) <= 6
+    twice = gallery.search(positives=[NAMES[0], NAMES[0]])
+    assert twice == gallery.search(positives=[NAMES[0]])
+    assert max(hit.probability for hit in twice) > 0
+    for k in (0, -1):  # which the deeper search for probabilities does not see
+        with pytest.raises(InvalidParameterError, match=f"k = {k} must be"):
+            gallery.search(shop / NAMES[0], k)
     groups = gallery.search(shop / NAMES[0], group_by="colour").groups
     assert sum(group.probability for group in groups) <= 1 + 1e-6
 
@@ -349,6 +355,31 @@ BAD: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
         "in place of filter",
     ),
     "k": (lambda g, s: g.search(s / NAMES[0], k=0), InvalidParameterError, "k = 0"),
+    "probability": (
+        lambda g, s: g.search(s / NAMES[0], min_probability=1.5),
+        InvalidParameterError,
+        "min_probability = 1.5; give a number, from 0 to 1",
+    ),
+    "probability and order": (
+        lambda g, s: g.search(s / NAMES[0], min_probability=0.2, sort_by="price"),
+        InvalidParameterError,
+        "cannot be combined with sort_by",
+    ),
+    "combine": (
+        lambda g, s: g.search(s / NAMES[0], combine="median"),
+        InvalidParameterError,
+        "combine = 'median' is not one of 'mean', 'best'",
+    ),
+    "distinct": (
+        lambda g, s: g.search(s / NAMES[0], distinct="far"),
+        InvalidParameterError,
+        "distinct = 'far' is not one of False, True, 'near'",
+    ),
+    "mean of parts": (
+        lambda g, s: g.search(s / NAMES[0], crops="auto", combine="mean"),
+        InvalidParameterError,
+        "searches with each part",
+    ),
 }
 
 

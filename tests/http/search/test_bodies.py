@@ -275,7 +275,7 @@ WRONG: list[tuple[str, object, str]] = [
     ),
     (
         "GET /galleries/shop/feedback?format=xml",
-        *(None, "format = 'xml' is not a valid choice; use 'csv' or 'json'."),
+        *(None, "format = 'xml' is not a valid choice; use 'csv', 'words' or 'json'."),
     ),
     (SWAP, {"with": "../x"}, f"with = '../x' does not have the right form; use {NAME_FORM}."),
     (REBUILD, {"bundle_id": 5}, "bundle_id must be a string (got 5); use a string."),

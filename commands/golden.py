@@ -15,6 +15,7 @@ from kinlens.golden import GoldenQueries
 from kinlens.indexer.attributes import parse_value
 from kinlens.indexer.gallery import Gallery
 from kinlens.library import quality
+from kinlens.quality.guarantee import HIGHEST, LOWEST
 from kinlens.values import Scalar
 
 app = typer.Typer(no_args_is_help=True)
@@ -173,14 +174,15 @@ def guarantee(
         ),
     ] = False,
     level: Annotated[
-        float, typer.Option(min=0.5, max=0.9999, help="Share of queries whose set is right.")
+        float, typer.Option(min=LOWEST, max=HIGHEST, help="Share of queries whose set is right.")
     ] = 0.95,
     accept: Annotated[
-        float, typer.Option(min=0.5, max=0.9999, help="Share of accepted queries that are right.")
+        float,
+        typer.Option(min=LOWEST, max=HIGHEST, help="Share of accepted queries that are right."),
     ] = 0.99,
     confidence: Annotated[
         float | None,
-        typer.Option(min=0.5, max=0.9999, help="How sure --accept is; by default 0.95."),
+        typer.Option(min=LOWEST, max=HIGHEST, help="How sure --accept is; by default 0.95."),
     ] = None,
     by: Annotated[
         str | None, typer.Option(metavar="NAME", help="Attribute to report each value of.")

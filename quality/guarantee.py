@@ -17,10 +17,12 @@ References:
 """
 
 import hashlib
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from fractions import Fraction
 from functools import cached_property, lru_cache
+from itertools import accumulate
 from math import ceil, inf, log
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -50,8 +52,10 @@ CONFIDENCE = 0.95
 KEPT = 20
 """Number of best products of a labelled query whose distances to the best one are stored."""
 
+LOWEST, HIGHEST = 0.5, 0.9999
+"""Shares that a guarantee may have: 29,956 labels prove the highest decision."""
+
 _FIRST, _DEEPEST = 50, 1_000  # products to search for; more if the right one is not among them
-_LOWEST, _HIGHEST = 0.5, 1 - 1e-6  # shares that a guarantee may have; labels prove no higher one
 _COPY = 1 - 1e-4  # a hit with this cosine is the query itself, or a copy of it
 
 
@@ -342,9 +346,9 @@ def _exact(level: float) -> Fraction:
 
 
 def _check(name: str, value: float) -> None:
-    if not _LOWEST <= value <= _HIGHEST:
+    if not LOWEST <= value <= HIGHEST:
         raise InvalidParameterError(
-            f"{name} = {value:g} must be between {_LOWEST:g} and {_HIGHEST:.6f}, such as 0.95."
+            f"{name} = {value:g} must be between {LOWEST:g} and {HIGHEST:g}, such as 0.95."
         )
 
 
@@ -461,15 +465,15 @@ def lowest_lead(queries: Sequence[Judged], accept: float, confidence: float) -> 
     limit, the first test beyond it has no fewer errors than a binomial of the rate.
     """
     order = sorted(queries, key=lambda one: one.lead, reverse=True)
-    rate, lowest = float(1 - _exact(accept)), inf
+    falling, lowest = [-one.lead for one in order], inf  # ascending, to search in it
+    errors = [0, *accumulate(not one.is_right for one in order)]
+    rate = float(1 - _exact(accept))
     for count in dict.fromkeys((*counts_to_test(accept, confidence, len(order)), len(order))):
-        while count < len(order) and order[count].lead == order[count - 1].lead:
-            count += 1
+        tested = bisect_right(falling, falling[count - 1]) if count else 0  # with all ties
         # Strictly above the next lead: whether that is right is not tested.
-        least = max(order[count].lead if count < len(order) else 0.0, SAME_SCORE)
-        accepted = [one for one in order if one.lead > least]
-        wrong = sum(not one.is_right for one in accepted)
-        if not accepted or tail(wrong, len(accepted), rate) > 1 - confidence:
+        least = max(-falling[tested] if tested < len(order) else 0.0, SAME_SCORE)
+        accepted = bisect_left(falling, -least)
+        if not accepted or tail(errors[accepted], accepted, rate) > 1 - confidence:
             break
         lowest = least
     return lowest

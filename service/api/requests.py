@@ -38,6 +38,7 @@ from kinlens.indexer.filters.text import parse_filter
 from kinlens.indexer.filters.tree import Filter
 from kinlens.indexer.types import MAX_FACETS, Grouping
 from kinlens.quality.answers import check_likely
+from kinlens.quality.guarantee import HIGHEST, LOWEST
 from kinlens.service.access.rates import account_of
 from kinlens.service.encoding.model import View
 from kinlens.service.encoding.vectors import MAX_NUMBERS, MAX_WEIGHT, VectorView, vector_content
@@ -241,7 +242,7 @@ _AtLeast1 = Annotated[int, Field(ge=1, le=Settings.max_k)]
 _AtLeast0 = Annotated[int, Field(ge=0, le=Settings.max_k)]
 _Score = Annotated[float, Field(ge=-1, le=1, allow_inf_nan=False)]
 _Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
-_Level = Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)]
+_Level = Annotated[float, Field(ge=LOWEST, le=HIGHEST, allow_inf_nan=False)]
 _Keys = Annotated[list[str], Field(default_factory=list, max_length=_MAX_KEYS, fail_fast=True)]
 
 

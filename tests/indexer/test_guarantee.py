@@ -209,14 +209,28 @@ def test_too_few_labels_are_refused_with_the_number_that_is_missing() -> None:
     lost = Judged(0.5, (0.0, 0.1), None)
     with pytest.raises(InvalidParameterError, match="right product of 3 of 43 labelled queries"):
         of(*few.queries[:40], lost, lost, lost).sets(0.95)
-    for share in (0.0, 1.0, -1.0, 1e-300, 1 - 1e-16, 0.49):
+    for share in (0.0, 1.0, -1.0, 1e-300, 1 - 1e-16, 0.49, 0.99999):
         for ask in (few.sets, few.decisions):
-            with pytest.raises(InvalidParameterError, match=r"must be between 0\.5 and 0\.999999"):
+            with pytest.raises(InvalidParameterError, match=r"must be between 0\.5 and 0\.9999,"):
                 ask(share)
-    with pytest.raises(InvalidParameterError, match="999,999 labelled"):
-        few.sets(0.999999)
-    with pytest.raises(InvalidParameterError, match="2,995,731 accepted"):
-        few.decisions(0.999999)
+    with pytest.raises(InvalidParameterError, match="9,999 labelled"):
+        few.sets(0.9999)
+    with pytest.raises(InvalidParameterError, match="29,956 accepted"):
+        few.decisions(0.9999)
+
+
+def test_a_decision_examines_each_label_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is made within a request, which may ask for any share."""
+    examined, is_right = [], Judged.is_right.fget
+
+    def counted(one: Judged) -> bool:
+        examined.append(one)
+        return is_right(one)
+
+    monkeypatch.setattr(Judged, "is_right", property(counted))
+    queries = [judged(0.1 + n / 1e4, n % 7 > 0) for n in range(1000)]
+    assert of(*queries).decisions(0.5).accepted == 1000
+    assert len(queries) <= len(examined) <= 3 * len(queries)
 
 
 def test_299_right_answers_suffice_and_one_error_among_the_surest_does_not() -> None:

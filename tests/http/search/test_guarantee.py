@@ -108,6 +108,8 @@ def test_what_is_asked_is_part_of_the_key_of_a_cached_answer(guarded) -> None:
         ({"images": [{"data": text_of(photo(n))} for n in (1, 2)]}, "one whole image"),
         ({"guarantee": 1.0}, "guarantee = 1.0"),
         ({"guarantee": 0.0}, "guarantee = 0.0"),
+        ({"accept": 1e-17}, "accept = 1e-17"),
+        ({"accept": 0.99991}, "use 0.9999 or less"),
         ({"guarantee": 0.99}, "needs at least 99 labelled queries"),
         ({"accept": 0.99}, "299 accepted without an error are needed for 99 % at 95 % confidence"),
     ],

@@ -409,8 +409,6 @@ class Gallery(GalleryCare):
         Raises: SourceError, ImageError: the image cannot be read; InvalidParameterError.
         """
         item = NewItem(key, image, attributes, vector)
-        if (image is None) == (vector is None):
-            raise InvalidParameterError(f"Item {key!r:.200} needs either an image or a vector.")
         report = put_all(self.store, lambda: self.bundle, [item], keep=keep)
         for failure in report.failures:
             raise SourceError(f"The image of {key!r:.200} cannot be used: {failure.reason}")

@@ -263,6 +263,10 @@ def _new_items(items: Any) -> Iterator[NewItem]:
             )
         if not isinstance(item.key, str):
             raise InvalidParameterError(f"The key {item.key!r:.{_SHOWN}} must be a string.")
+        if (item.image is None) == (item.vector is None):
+            raise InvalidParameterError(
+                f"Item {item.key!r:.{_SHOWN}} needs either an image or a vector."
+            )
         yield item
 
 

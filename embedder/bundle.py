@@ -79,25 +79,7 @@ class Bundle:
 
         Raises: BundleNotFoundError, BundleCorruptError.
         """
-        path = Path(path)
-        if not path.exists():
-            raise BundleNotFoundError(
-                f"No model bundle at {path}: {path} does not exist. Check the name, or make it: "
-                f"kinlens-train adapt --data IMAGES --out {path}"
-            )
-        if not (path / MANIFEST).is_file():
-            raise BundleNotFoundError(
-                f"No model bundle at {path}: {MANIFEST} is missing. Pass the folder that "
-                "`kinlens-train adapt` or `export` wrote."
-            )
-        try:
-            manifest = BundleManifest.model_validate_json((path / MANIFEST).read_bytes())
-        except ValidationError as error:
-            raise BundleCorruptError(
-                f"{path / MANIFEST} is not a bundle manifest that this version can read: "
-                f"{file_fault(error)}."
-            ) from error
-        bundle = cls(path, manifest)
+        bundle = cls(Path(path), read_manifest(Path(path)))
         bundle._verify()
         return bundle
 
@@ -167,6 +149,21 @@ class Bundle:
         texts: dict[str, list[float]] = json.loads(path.read_bytes())
         return texts
 
+    def files(self) -> dict[str, str]:
+        """The sha256 of each file that the manifest names, by its name."""
+        manifest = self.manifest
+        files = {MODEL: manifest.model_sha256}
+        optional = {MAP: manifest.map, BOXES: manifest.boxes, TEXT: manifest.text}
+        files |= {name: block.sha256 for name, block in optional.items() if block is not None}
+        if manifest.seen_sha256 is not None:
+            files[SEEN] = manifest.seen_sha256
+        if manifest.text is not None:
+            files[TOKENIZER] = manifest.text.tokenizer_sha256
+            files[f"{GOLDEN}/{GOLDEN_TEXTS}"] = manifest.text.golden_sha256
+        for precision, variant in manifest.variants.items():
+            files[model_name(precision)] = variant.sha256
+        return files | {f"{GOLDEN}/{name}": sha for name, sha in manifest.golden.files.items()}
+
     def _verify(self) -> None:
         manifest = self.manifest
         named = manifest.with_id()
@@ -175,24 +172,13 @@ class Bundle:
                 f"{self.path / MANIFEST} does not match its bundle_id {manifest.bundle_id[:12]}: "
                 "it was edited after the export. Export the bundle again."
             )
-        expected = {MODEL: manifest.model_sha256}
-        optional = {MAP: manifest.map, BOXES: manifest.boxes, TEXT: manifest.text}
-        expected |= {name: block.sha256 for name, block in optional.items() if block is not None}
-        if manifest.seen_sha256 is not None:
-            expected[SEEN] = manifest.seen_sha256
-        if manifest.text is not None:
-            expected[TOKENIZER] = manifest.text.tokenizer_sha256
-            expected[f"{GOLDEN}/{GOLDEN_TEXTS}"] = manifest.text.golden_sha256
-        for precision, variant in manifest.variants.items():
-            expected[model_name(precision)] = variant.sha256
         for mode in self.modes():
             if _vectors_name(mode) not in manifest.golden.files:
                 raise BundleCorruptError(
                     f"{self.path / MANIFEST} has {mode} without its golden vectors. "
                     "Export the bundle again."
                 )
-        expected |= {f"{GOLDEN}/{name}": digest for name, digest in manifest.golden.files.items()}
-        for name, digest in expected.items():
+        for name, digest in self.files().items():
             path = self.path / name
             if not path.is_file():
                 raise BundleCorruptError(f"{path} is missing. Export or copy the bundle again.")
@@ -202,6 +188,30 @@ class Bundle:
                     f"{path} has sha256 {found[:12]}, but the manifest has {digest[:12]}: the file "
                     "is damaged or was changed. Export or copy the bundle again."
                 )
+
+
+def read_manifest(path: Path) -> BundleManifest:
+    """The manifest of the bundle in folder `path`.
+
+    Raises: BundleNotFoundError, BundleCorruptError.
+    """
+    if not path.exists():
+        raise BundleNotFoundError(
+            f"No model bundle at {path}: {path} does not exist. Check the name, or make it: "
+            f"kinlens-train adapt --data IMAGES --out {path}"
+        )
+    if not (path / MANIFEST).is_file():
+        raise BundleNotFoundError(
+            f"No model bundle at {path}: {MANIFEST} is missing. Pass the folder that "
+            "`kinlens-train adapt` or `export` wrote."
+        )
+    try:
+        return BundleManifest.model_validate_json((path / MANIFEST).read_bytes())
+    except ValidationError as error:
+        raise BundleCorruptError(
+            f"{path / MANIFEST} is not a bundle manifest that this version can read: "
+            f"{file_fault(error)}."
+        ) from error
 
 
 def make_room(out: Path) -> None:

@@ -7,13 +7,22 @@ HF_HUB_OFFLINE, with which only its cache is read.
 
 import contextlib
 import fnmatch
+import glob
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kinlens import __version__
-from kinlens.embedder.bundle import GOLDEN, MANIFEST, SEEN, TOKENIZER, WEIGHTS, Bundle
+from kinlens.embedder.bundle import (
+    GOLDEN,
+    MANIFEST,
+    SEEN,
+    TOKENIZER,
+    WEIGHTS,
+    Bundle,
+    read_manifest,
+)
 from kinlens.embedder.errors import BundleError, BundleNotFoundError
 from kinlens.embedder.manifest import BundleManifest
 from kinlens.environment import missing_package
@@ -24,7 +33,7 @@ if TYPE_CHECKING:
 
 SCHEME = "hf://"
 _FILES = (MANIFEST, "*.onnx", SEEN, TOKENIZER, WEIGHTS, f"{GOLDEN}/*")
-"""Patterns of the files of a bundle; nothing else is downloaded, pushed or deleted."""
+"""Patterns of the files of an earlier bundle; nothing else is deleted."""
 _LICENCES = """
 afl-3.0 agpl-3.0 apache-2.0 artistic-2.0 bsd bsd-2-clause bsd-3-clause bsl-1.0 cc cc-by-2.0
 cc-by-3.0 cc-by-4.0 cc-by-nc-2.0 cc-by-nc-3.0 cc-by-nc-4.0 cc-by-nc-nd-4.0 cc-by-nc-sa-4.0
@@ -51,9 +60,10 @@ def download(address: str) -> Path:
         api = HfApi(library_name="kinlens", library_version=__version__)
         # The manifest comes first: without it the repository may hold anything, of any size. Its
         # folder is named by the commit, from which the other files are taken.
-        manifest = api.hf_hub_download(uri.id, MANIFEST, revision=uri.revision)
-        commit = Path(manifest).parent.name
-        return Path(api.snapshot_download(uri.id, revision=commit, allow_patterns=[*_FILES]))
+        folder = Path(api.hf_hub_download(uri.id, MANIFEST, revision=uri.revision)).parent
+        names = _names(Bundle(folder, read_manifest(folder)))
+        exact = [*map(glob.escape, names)]  # wildcards of the package match in all folders
+        return Path(api.snapshot_download(uri.id, revision=folder.name, allow_patterns=exact))
 
 
 def push(bundle: Bundle, repo: str, *, private: bool = True, token: str | None = None) -> str:
@@ -67,9 +77,12 @@ def push(bundle: Bundle, repo: str, *, private: bool = True, token: str | None =
     with _translated(f"{SCHEME}{repo}"):
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
+        token = token and token.strip()  # as that of HF_TOKEN; a file ends with a line break
+        if token and not re.fullmatch("[!-~]+", token):  # whose refusal would print it
+            raise ValueError("the token has characters that no token has; copy it again")
         api = HfApi(token=token, library_name="kinlens", library_version=__version__)
-        found = (path for pattern in _FILES for path in sorted(bundle.path.glob(pattern)))
-        files = {path.relative_to(bundle.path).as_posix(): path for path in found if path.is_file()}
+        files = {name: bundle.path / name for name in _names(bundle)}
+        files = {name: path for name, path in files.items() if path.is_file()}
         card = model_card(bundle.manifest, repo)
         api.create_repo(repo, private=private, exist_ok=True)
         operations: list[Any] = [CommitOperationAdd(name, path) for name, path in files.items()]
@@ -77,6 +90,11 @@ def push(bundle: Bundle, repo: str, *, private: bool = True, token: str | None =
         operations += map(CommitOperationDelete, _earlier_files(api, repo, private) - files.keys())
         message = f"Bundle {bundle.bundle_id[:12]}"
         return f"{SCHEME}{repo}@{api.create_commit(repo, operations, commit_message=message).oid}"
+
+
+def _names(bundle: Bundle) -> list[str]:
+    """The files of a bundle; nothing else is downloaded or pushed."""
+    return [MANIFEST, WEIGHTS, *bundle.files()]
 
 
 def _earlier_files(api: "HfApi", repo: str, private: bool) -> set[str]:

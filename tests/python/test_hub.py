@@ -122,7 +122,8 @@ for address in {addresses!r}:
 def test_what_is_no_bundle_is_refused_with_the_reason(
     hub: Hub, run: Run, tiny_bundle: Bundle, make_tiny_bundle: Callable[..., Bundle]
 ) -> None:
-    put(hub, tiny_bundle)
+    others = {"huge/other.onnx", "golden/deep/file.bin", "golden/more.pkl", "golden/*", "notes.txt"}
+    put(hub, tiny_bundle, **dict.fromkeys(others, b"other"))
     hub.create("shop/else", **{"README.md": b"# Else", "model.onnx": b"x"})
     put(hub, tiny_bundle, "shop/damaged", **{"model.onnx": b"damaged"})
     put(hub, tiny_bundle, "shop/cut", **{"golden/vectors.npy": None})
@@ -148,8 +149,8 @@ def test_what_is_no_bundle_is_refused_with_the_reason(
     ):
         assert (found_kind, reason in message) == (kind, True), f"{address}: {message}"
         assert not kind or kind == "BundleCorruptError" or address in message
-    large = [path for _, path, _ in hub.requests if path == "/shop/else/resolve/main/model.onnx"]
-    assert not large, "nothing else is downloaded from a repository without a manifest"
+    asked = {path for _, path, _ in hub.requests}
+    assert not {path for path in asked if path.endswith((*others, "/else/resolve/main/model.onnx"))}
     private = FAIL.format(addresses=["hf://shop/private"])
     [[kind, message]] = run(private, HF_TOKEN="hf_stranger")
     assert (kind, "your token must not see it" in message) == ("BundleNotFoundError", True)
@@ -176,11 +177,13 @@ def test_a_push_shows_a_bundle_to_nobody_who_was_not_meant(
         {"repo": "shop/new", "token": "hf_stranger"},
         {"repo": "shop/a b"},
         {"repo": "shop/public", "private": False},
-        {"repo": "shop/open", "private": False},
+        {"repo": "shop/open", "private": False, "token": f"{TOKEN}\n"},
+        {"repo": "shop/open", "private": False, "token": "hf_secret\nof mine"},
     ]
     found = run(PUSH.format(path=str(tiny_bundle.path), options=options))
     assert "everybody can read it" in found[0][1]
-    assert [kind for kind, _ in found] == ["BundleError"] * 3 + ["", ""], found
+    assert [kind for kind, _ in found] == ["BundleError"] * 3 + ["", "", "BundleError"], found
+    assert "secret" not in found[-1][1]
     assert "hf://shop/new cannot be used" in found[1][1]
     assert hub.repositories.keys() == {"shop/public", "shop/open"}
     assert hub.repositories["shop/public"].commits[: len(before)] == before

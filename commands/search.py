@@ -72,7 +72,7 @@ class Found:
         return cls(
             gallery.name,
             gallery.version,
-            None if groups else answers,
+            None if groups else [[*hits] for hits in answers],  # JSON has the fields of PlainHit
             groups or None,
             [[one.view.crop if one.view else None for one in results[0]]] if has_crops else None,
             [

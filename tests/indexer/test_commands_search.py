@@ -40,6 +40,7 @@ def test_an_image_finds_itself_first(run, built, shop) -> None:
     [hits] = answer["hits"]
     assert (len(hits), hits[0]["key"], hits[0]["attributes"]) == (3, "f.gif", {})
     assert answer["gallery"] == "gallery"
+    assert {*hits[0]} == {"id", "key", "score", "attributes", "has_image"}
 
 
 def test_a_calibrated_gallery_says_how_likely_each_answer_is_right(

@@ -12,22 +12,29 @@ Labelled queries are drawn from those, so what a rule really covers is known exa
 
 The first part has rows whose labels are drawn from what comes: the coverage must not be below the
 level by more than chance. In the second part the queries that come are others than the labelled.
+The third part is the test for drift: how often it gives a false alarm within 10,000 queries, and
+how many other queries come until its alarm. `--only drift` adds this part to the record of the
+others.
 """
 
 import json
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from harness import grocery_photos, heading, kinlens, options, row, shared_folder, skip
+from PIL import Image, ImageFilter
 from words import cars
 
 from kinlens.embedder.errors import InvalidParameterError
 from kinlens.embedder.session import OnnxEmbedder
 from kinlens.indexer.types import SAME_SCORE
+from kinlens.quality.drift import FALSE_ALARMS, DriftTest
 from kinlens.quality.guarantee import KEPT, Guarantee, Judged
+from kinlens.quality.intervals import exact_interval
 from kinlens.rendered.catalogue import write_catalogue
 
 UNCUT = ("one product", "k = 5", "filter")
@@ -45,7 +52,8 @@ class Condition:
         views: photos of a product in the gallery; None: 1 to 16, another number for each.
         absent: share of the queries whose product is not in the gallery.
         products: share of the products of the source that the gallery has.
-        precision: of the model that embeds the queries.
+        precision: of the model that embeds the queries; "blurred" for blurred photos, "other" for
+            photos of another source.
         easy: only the half of the queries that are most similar to a photo of their product.
         few: only queries for a tenth of the products.
         half: only queries for half of the products.
@@ -72,6 +80,16 @@ class Row:
     live: Condition
     wrong: float = 0.0
     count: int = 300
+
+
+@dataclass(frozen=True)
+class Drift:
+    """Queries of another kind that come after some like the labelled ones."""
+
+    name: str
+    labels: Condition
+    live: Condition
+    after: int = 0
 
 
 BASE = Condition()
@@ -101,6 +119,19 @@ BROKEN_ROWS = (
     Row("labelled photos are the easy half", Condition(easy=True), BASE),
     Row("16 images labelled, 4 come", Condition(16), BASE),
 )
+DRIFTS = tuple(
+    Drift(name, labels, live, after)
+    for name, labels, live in (
+        ("photos of another source", BASE, Condition(precision="other")),
+        ("blurred photos", BASE, Condition(precision="blurred")),
+        ("labelled photos are the easy half", Condition(easy=True), BASE),
+        ("no absent product labelled, 20 % come", BASE, Condition(absent=0.2)),
+        ("16 images labelled, 4 come", Condition(16), BASE),
+        ("labels in fp32, queries in int8", BASE, Condition(precision="int8")),
+    )
+    for after in (0, 1000)
+)
+CALM, LONGEST = 10_000, 10_000  # queries without drift, and at most with it
 
 
 @dataclass(frozen=True)
@@ -158,6 +189,8 @@ def shop(source: Source, condition: Condition, seed: int) -> Shop:
     chosen = [present[n] for n in rng.permutation(len(present))[:count]]
     chosen += [absent[n] for n in rng.integers(0, len(absent), many)]
     numbers, right = np.array([n for n, _ in chosen]), np.array([index for _, index in chosen])
+    if condition.precision == "other":
+        numbers = rng.integers(0, len(source.vectors["other"]), len(numbers))
     queries = source.vectors[condition.precision][numbers]
     scores = np.maximum.reduceat(queries @ source.vectors["fp32"][items].T, starts, axis=1)
     if condition.easy:
@@ -253,9 +286,103 @@ def figures(source: Source, one: Row, draws: int, shops: int, accept: float) -> 
     }
 
 
+def alarm(labels: Shop, live: Shop, after: int, most: int, seed: int) -> int | None:
+    """Number of queries that come until the alarm, after some like the labelled ones; None if there
+    is no alarm among `most`. After a false one the test begins again.
+    """
+    rng = np.random.default_rng(seed)
+    known = [one.best for one in labels.drawn(rng, 300, 0.0).queries]
+    usual, other = ([one.best for one in each.judged] for each in (labels, live))
+    test = DriftTest(known, rng.random)
+    for n in rng.integers(0, len(usual), after).tolist():
+        if test.add(usual[n]):
+            test = DriftTest(known, rng.random)
+    coming = rng.integers(0, len(other), most).tolist()
+    return next((count for count, n in enumerate(coming, 1) if test.add(other[n])), None)
+
+
+def false_alarms(source: Source, runs: int, shops: int) -> dict[str, float]:
+    """How many of the tests without drift give an alarm."""
+    usual = [shop(source, BASE, number) for number in range(shops)]
+    one = [usual[run % shops] for run in range(runs)]
+    found = sum(alarm(each, each, 0, CALM, n) is not None for n, each in enumerate(one))
+    low, high = exact_interval(found, runs)
+    return {"runs": runs, "queries": CALM, "alarms": found, "low": low, "high": high}
+
+
+def delays(source: Source, one: Drift, runs: int, shops: int) -> dict[str, float]:
+    """How many queries come until the alarm: the median and the 9th of 10 runs; and the share of
+    runs without an alarm.
+    """
+    pairs = [(shop(source, one.labels, n), shop(source, one.live, n)) for n in range(shops)]
+    found = [alarm(*pairs[run % shops], one.after, LONGEST, run) for run in range(runs)]
+    counts = sorted(LONGEST + 1 if count is None else count for count in found)
+    return {
+        "median": counts[runs // 2],
+        "ninth": counts[9 * runs // 10],
+        "missed": found.count(None) / runs,
+    }
+
+
+def report_drift(found: dict[str, Source], report: dict[str, Any], runs: int, shops: int) -> None:
+    """Print the part about drift, and add it to the report."""
+    print(f"\nfalse alarms, at most {FALSE_ALARMS:.0%}, within {CALM:,} queries like the labelled")
+    heading("source", "runs", "alarms", "share, 95 % interval")
+    for source, images in found.items():
+        cells = false_alarms(images, runs, shops)
+        report.setdefault(source, {})["no drift"] = cells
+        row(source, runs, cells["alarms"], f"{cells['low']:.2%} to {cells['high']:.2%}")
+    print("\nother queries until the alarm: median, and 9 of 10 runs")
+    heading("source", "queries that come", "after", "median", "9 of 10", "no alarm")
+    for source, images in found.items():
+        for one in DRIFTS:
+            if one.live.precision not in images.vectors:
+                continue
+            cells = delays(images, one, max(runs // 5, 1), shops)
+            report[source][f"{one.name}, after {one.after}"] = cells
+            shown = (f"{cells['median']:,}", f"{cells['ninth']:,}", f"{cells['missed']:.0%}")
+            row(source, one.name, f"{one.after:,}", *shown)
+
+
+def report_coverage(
+    found: dict[str, Source], report: dict[str, Any], draws: int, shops: int, accept: float
+) -> None:
+    """Print the first two parts, and add them to the report."""
+    for title, rows in (("drawn as the labels", KEPT_ROWS), ("broken assumptions", BROKEN_ROWS)):
+        print(f"\n{title}, sets of {LEVEL:.0%}, {accept:.0%} of the accepted right")
+        heading(
+            *("source", "condition", "covered", "products in a set", "one product and sure"),
+            *('"none" though present', "accepted", "no decision", "too many wrong"),
+        )
+        for source, images in found.items():
+            for one in rows:
+                if {one.labels.precision, one.live.precision} - images.vectors.keys():
+                    continue
+                cells = figures(images, one, draws, shops, accept)
+                report.setdefault(source, {})[one.name] = cells
+                row(
+                    source,
+                    one.name,
+                    f"{cells['covered']:.3f} ± {cells['half']:.3f}",
+                    f"{cells['size']:.1f}",
+                    *(
+                        f"{cells[n]:.1%}"
+                        for n in ("single", "none", "accepted", "refused", "harmed")
+                    ),
+                )
+    print("\nsets that nothing cuts: share of these, and how often they have the right product")
+    heading("source", "all", *UNCUT)
+    for source, images in found.items():
+        cells = uncut(images, BASE, draws, shops)
+        report.setdefault(source, {})["sets that nothing cuts"] = cells
+        shown = (f"{cells[f'{name}, share']:.1%}: {cells[name]:.3f}" for name in UNCUT)
+        row(source, f"{cells['all']:.3f}", *shown)
+
+
 def main() -> None:
     args = options(
         __doc__,
+        only="",
         sources=["groceries", "cars", "drawn"],
         products=250,
         draws=500,
@@ -274,36 +401,12 @@ def main() -> None:
     if args.plot is not None:
         plot(found[args.sources[0]], args.plot)
         return
-    report: dict[str, dict[str, dict[str, float]]] = {}
-    for title, rows in (("drawn as the labels", KEPT_ROWS), ("broken assumptions", BROKEN_ROWS)):
-        print(f"\n{title}, sets of {LEVEL:.0%}, {args.accept:.0%} of the accepted right")
-        heading(
-            *("source", "condition", "covered", "products in a set", "one product and sure"),
-            *('"none" though present', "accepted", "no decision", "too many wrong"),
-        )
-        for source, images in found.items():
-            for one in rows:
-                if {one.labels.precision, one.live.precision} - images.vectors.keys():
-                    continue
-                cells = figures(images, one, args.draws, args.shops, args.accept)
-                report.setdefault(source, {})[one.name] = cells
-                row(
-                    source,
-                    one.name,
-                    f"{cells['covered']:.3f} ± {cells['half']:.3f}",
-                    f"{cells['size']:.1f}",
-                    *(
-                        f"{cells[n]:.1%}"
-                        for n in ("single", "none", "accepted", "refused", "harmed")
-                    ),
-                )
-    print("\nsets that nothing cuts: share of these, and how often they have the right product")
-    heading("source", "all", *UNCUT)
-    for source, images in found.items():
-        cells = uncut(images, BASE, args.draws, args.shops)
-        report.setdefault(source, {})["sets that nothing cuts"] = cells
-        shown = (f"{cells[f'{name}, share']:.1%}: {cells[name]:.3f}" for name in UNCUT)
-        row(source, f"{cells['all']:.3f}", *shown)
+    report: dict[str, Any] = {}
+    if args.only == "drift" and args.json is not None:
+        report = json.loads(args.json.read_text("utf-8"))
+    if args.only != "drift":
+        report_coverage(found, report, args.draws, args.shops, args.accept)
+    report_drift(found, report, args.draws, args.shops)
     if args.json is not None:
         args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
@@ -327,7 +430,29 @@ def read(shared: Path, folder: Path, source: str, drawn: int) -> Source:
     vectors = {"fp32": np.load(file)}
     if (other := folder / f"{source}-int8.npy").is_file():
         vectors["int8"] = np.load(other)
+    if source == "groceries":
+        file = folder / "groceries-blurred.npy"
+        if not file.is_file():
+            np.save(
+                file,
+                OnnxEmbedder.open(_bundle(shared, folder)).embed_files(_blurred(paths, folder)),
+            )
+        vectors["blurred"] = np.load(file)
+        if (other := folder / "cars.npy").is_file():
+            vectors["other"] = np.load(other)
     return Source(vectors, np.unique(products, return_inverse=True)[1])
+
+
+def _blurred(paths: Sequence[Path], folder: Path) -> list[Path]:
+    """The photos out of focus: a small copy of each, blurred by a hundredth of its size."""
+    found = []
+    (folder / "blurred").mkdir(exist_ok=True)
+    for number, path in enumerate(paths):
+        image = Image.open(path).convert("RGB")
+        image.thumbnail((300, 300))
+        found.append(folder / "blurred" / f"{number}.jpg")
+        image.filter(ImageFilter.GaussianBlur(3)).save(found[-1], quality=90)
+    return found
 
 
 def _cars(shared: Path, folder: Path) -> list[tuple[Path, str]]:

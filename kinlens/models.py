@@ -405,6 +405,13 @@ class GalleryDetail(GalleryModel):
     index: IndexModel
     calibration: CalibrationModel | None
     no_calibration: Annotated[str | None, Field(description="Why hits have no probability.")] = None
+    guarantee_withdrawn: Annotated[
+        str | None,
+        Field(
+            description="Why answers are no longer guaranteed; null while they are, and if they "
+            "never were."
+        ),
+    ] = None
     thresholds: Annotated[
         list[ThresholdModel], Field(description="Score thresholds for a match, from the bundle.")
     ] = []

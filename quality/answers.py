@@ -285,6 +285,7 @@ class Guaranteed:
         cut: what removed products from the set: its size `k`, or the filter.
         accept, confidence: the share of accepted answers that are right, and how sure that is.
         accepted: whether the best product may be taken; None if that was not asked for.
+        best: the score of the best of all products; None in an empty gallery.
     """
 
     queries: int
@@ -297,6 +298,7 @@ class Guaranteed:
     accept: float | None
     confidence: float | None
     accepted: bool | None
+    best: float | None
 
     @property
     def holds(self) -> bool | None:
@@ -355,6 +357,7 @@ def guaranteed(
         accept=accept,
         confidence=None if decisions is None else decisions.confidence,
         accepted=accepted,
+        best=best[0].score if best else None,
     )
 
 

@@ -8,17 +8,23 @@ The file is derived from the rest of the generation: if it is missing, it is fit
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from datetime import UTC, datetime
 
 from kinlens.embedder.durable import stamp, write_whole
-from kinlens.embedder.errors import GalleryWriteError, InvalidParameterError
+from kinlens.embedder.errors import (
+    GalleryConflictError,
+    GalleryWriteError,
+    InvalidParameterError,
+)
 from kinlens.indexer.folder.layout import GalleryFolder, disk_errors_explained
 from kinlens.indexer.folder.manifest import CALIBRATION
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.ingest.products import PRODUCTS
 from kinlens.indexer.types import Progress
 from kinlens.quality.calibration import LABELLED, NO_GOLDEN, Fit, GalleryCalibration
+from kinlens.quality.drift import FALSE_ALARMS, DriftTest
 from kinlens.quality.fitting import SAMPLED, fit_gallery, fit_golden
-from kinlens.quality.guarantee import CONFIDENCE, Guarantee, Labelled, judge, judge_items
+from kinlens.quality.guarantee import CONFIDENCE, COPY, Guarantee, Labelled, judge, judge_items
 
 _CHANGED = 0.2  # share of items added or removed after which the curve is fitted again
 
@@ -41,6 +47,7 @@ class Calibrator:
             f"kinlens-index golden run {gallery.path}"
         )
         self._lock = threading.Lock()
+        self._drift: tuple[str, DriftTest] = ("", DriftTest(()))  # of the labels with this digest
 
     def stored(self) -> GalleryCalibration | None:
         """The calibration of this generation; None if it has none. Costs one `stat` per call."""
@@ -55,12 +62,16 @@ class Calibrator:
         return GalleryCalibration.model_validate_json(self._file.read_bytes())
 
     def fit(
-        self, product: str | None = None, on_progress: Progress = lambda _: None
+        self,
+        product: str | None = None,
+        on_progress: Progress = lambda _: None,
+        no_guarantee: str = NO_GOLDEN,
     ) -> GalleryCalibration:
         """Fit the probabilities of hits to the current items, and store the calibration.
 
         product: the attribute that identifies the product of an item; by default that of the last
             calibration. The curve of a golden set is kept until the set is run again.
+        no_guarantee: why a new generation has no guarantee.
 
         Raises: InvalidParameterError for an attribute that no item has; GalleryWriteError;
             GalleryConflictError for a copy, which uses the calibration of its original.
@@ -75,6 +86,7 @@ class Calibrator:
         if product is None and before is not None and before.is_chosen:
             product = before.product if before.product in schema else None
         fitted = fit_gallery(gallery, product, on_progress)
+        fitted = fitted.model_copy(update={"guarantee": no_guarantee})
 
         def with_golden(now: GalleryCalibration | None) -> GalleryCalibration:
             if now is None or now.product != fitted.product:
@@ -151,21 +163,77 @@ class Calibrator:
     def guarantee(self) -> Guarantee:
         """The labelled queries that guarantee answers now.
 
-        Raises: InvalidParameterError with the cure if there are none, or if a fifth of the items
-            was added or removed since they were judged.
+        Raises: InvalidParameterError with the cure if there are none, or if the guarantee was
+            withdrawn.
         """
-        known, version = self.stored(), self._gallery.version
-        found = NO_GOLDEN if known is None else known.guarantee
-        if isinstance(found, Guarantee) and self._valid != (version, found):
-            if self._is_outdated(found):
-                found = self._outdated
-            else:
-                self._valid = version, found
+        found = self._guarantee()
         if isinstance(found, str):
             raise InvalidParameterError(
-                f"This gallery guarantees no answer: {found}. Label queries with kinlens-index "
-                f"golden add, then run kinlens-index golden run {self._gallery.path}."
+                f"This gallery guarantees no answer: {found.rstrip('.')}. Label queries with "
+                f"kinlens-index golden add, then run kinlens-index golden run {self._gallery.path}."
             )
+        return found
+
+    def withdrawn(self) -> str | None:
+        """Why answers are no longer guaranteed: a fifth of the items was added or removed since the
+        labelled queries were judged, the gallery was rebuilt, or other queries come.
+
+        Empty while they are; None if no guarantee was ever fitted.
+        """
+        found = self._guarantee()
+        return "" if isinstance(found, Guarantee) else None if found == NO_GOLDEN else found
+
+    def observe(self, guarantee: Guarantee, best: float) -> bool:
+        """Compare the best score of a query that comes with those of the labelled ones. After an
+        alarm, of which the answer is true, the guarantee is withdrawn until it is fitted again.
+
+        Takes microseconds. The comparison begins again with each process.
+        """
+        if best >= COPY:  # such labelled queries are skipped too
+            return False
+        with self._lock:
+            if self._drift[0] != guarantee.digest:
+                self._drift = guarantee.digest, DriftTest(one.best for one in guarantee.queries)
+            is_alarm = self._drift[1].add(best)
+        if is_alarm:
+            self._withdraw(guarantee)
+        return is_alarm
+
+    def _withdraw(self, guarantee: Guarantee) -> None:
+        """Store that other queries come, so that all processes refuse, also after a restart."""
+        known, at = self.stored(), datetime.now(UTC).isoformat(timespec="seconds")
+        if known is None:
+            return
+
+        def with_drift(now: GalleryCalibration | None) -> GalleryCalibration:
+            now = now or known
+            if now.guarantee != guarantee:  # it was fitted again meanwhile
+                return now
+            return now.model_copy(
+                update={"guarantee": guarantee.model_copy(update={"drifted": at})}
+            )
+
+        try:
+            self._keep(with_drift)
+        except GalleryWriteError:
+            pass  # it is kept in memory
+        except GalleryConflictError:  # a copy: its file is that of the original
+            self._known = with_drift(known)
+
+    def _guarantee(self) -> Guarantee | str:
+        """The labelled queries that guarantee answers, or why there are none."""
+        known, version = self.stored(), self._gallery.version
+        found = NO_GOLDEN if known is None else known.guarantee
+        if isinstance(found, str) or self._valid == (version, found):
+            return found
+        if found.drifted is not None:
+            return (
+                f"Queries that came until {found.drifted} differ from the labelled ones, with a "
+                f"false alarm in {1 / FALSE_ALARMS:.0f} guarantees. Label some of them"
+            )
+        if self._is_outdated(found):
+            return self._outdated
+        self._valid = version, found
         return found
 
     def fit_if_outdated(self, on_progress: Progress = lambda _: None) -> bool:

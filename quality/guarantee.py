@@ -49,6 +49,9 @@ no item is right).
 CONFIDENCE = 0.95
 """Confidence of a decision by default."""
 
+COPY = 1 - 1e-4
+"""A hit with this cosine is the query itself, or a copy of it."""
+
 KEPT = 20
 """Number of best products of a labelled query whose distances to the best one are stored."""
 
@@ -56,7 +59,6 @@ LOWEST, HIGHEST = 0.5, 0.9999
 """Shares that a guarantee may have: 29,956 labels prove the highest decision."""
 
 _FIRST, _DEEPEST = 50, 1_000  # products to search for; more if the right one is not among them
-_COPY = 1 - 1e-4  # a hit with this cosine is the query itself, or a copy of it
 
 
 class Judged(NamedTuple):
@@ -173,6 +175,7 @@ class Guarantee(BaseModel, frozen=True):
         confidence: of decisions.
         by: an attribute of the items, to report its values apart.
         is_split: whether the values of `by` have limits of their own.
+        drifted: when the queries that came were found to differ from these; None if they were not.
     """
 
     at: str
@@ -184,6 +187,7 @@ class Guarantee(BaseModel, frozen=True):
     confidence: float = CONFIDENCE
     by: str | None = None
     is_split: bool = False
+    drifted: str | None = None
 
     def __hash__(self) -> int:
         return hash((self.at, self.last, len(self.queries)))  # cheap, as a key of cached rules
@@ -265,7 +269,7 @@ def _judge(
                 right = next((group for group in groups if is_right(group.hits[0])), None)
             if is_right is None or right is not None or len(groups) < depth:
                 break
-        if not groups or groups[0].score >= _COPY:
+        if not groups or groups[0].score >= COPY:
             continue
         best = groups[0].score
         values.append(right.value if right is not None else None)

@@ -25,6 +25,7 @@ from kinlens.service.galleries.registry import Registry
 from kinlens.service.health import Health
 from kinlens.service.observe.logs import dropped_lines
 from kinlens.service.observe.metrics import Described, Metrics
+from kinlens.service.search.guarantee import withdrawn
 from kinlens.service.search.pipeline import Pipeline
 
 _RENDER_S = 5.0
@@ -151,6 +152,8 @@ class Observer(Collector):
                 ("kinlens_gallery_items", (name,), served.gallery.size),
                 ("kinlens_gallery_age_seconds", (name,), age_s),
             ]
+            if (why := withdrawn(served)) is not None:
+                samples.append(("kinlens_guarantee_withdrawn", (name,), bool(why)))
             if served.follows is not None and served.path is not None:
                 checked = checked_s(served.path)
                 since_s = math.inf if checked is None else time.time() - checked
@@ -199,6 +202,12 @@ FAMILIES = (
     _described(
         "kinlens_gallery_ready",
         "1 while the last readiness check of the gallery passed; 0 also if it cannot be opened.",
+        "gallery",
+    ),
+    _described(
+        "kinlens_guarantee_withdrawn",
+        "1 after a guarantee has ended, until the golden set is run again: other queries came, a "
+        "fifth of the items changed, or the gallery was rebuilt. Absent without a guarantee.",
         "gallery",
     ),
     _described(

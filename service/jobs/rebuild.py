@@ -35,6 +35,7 @@ from kinlens.indexer.ingest.sources import Record
 from kinlens.indexer.ingest.sync import MaxRemoved, SyncSettings, source_of, sync_source
 from kinlens.indexer.types import Item, Progress
 from kinlens.indexer.uploads import UploadFolder
+from kinlens.quality.calibration import NO_GOLDEN, REBUILT
 from kinlens.quality.calibrator import Calibrator
 from kinlens.quality.gate import (
     Gate,
@@ -311,7 +312,11 @@ def _calibrate_as(old: Gallery, new: Gallery) -> None:
     """Calibrate the new gallery, with the product attribute that was chosen for the old one."""
     known = Calibrator(old).stored()
     is_chosen = known is not None and known.is_chosen and known.product in new.schema()
-    Calibrator(new).fit(known.product if known is not None and is_chosen else None)
+    had_guarantee = known is not None and known.guarantee != NO_GOLDEN
+    Calibrator(new).fit(
+        known.product if known is not None and is_chosen else None,
+        no_guarantee=REBUILT if had_guarantee else NO_GOLDEN,
+    )
 
 
 def _judged_by_golden(

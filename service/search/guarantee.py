@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import structlog
+
 from kinlens.embedder.errors import InvalidParameterError
 from kinlens.quality.answers import Guaranteed
 from kinlens.quality.guarantee import Guarantee
@@ -31,6 +33,25 @@ def guaranteed_by(served: Served, query: Query) -> Guarantee:
     if query.accept is not None:
         found.decisions(query.accept)
     return found
+
+
+def watch(served: Served, guarantee: Guarantee, found: Guaranteed) -> None:
+    """Compare a query with the labelled ones; an alarm is logged, and withdraws the guarantee."""
+    if served.calibrator is None or found.best is None:
+        return
+    if served.calibrator.observe(guarantee, found.best):
+        structlog.get_logger().warning(
+            "guarantee withdrawn",
+            gallery=served.name,
+            detail="The queries that come differ from the labelled ones.",
+        )
+
+
+def withdrawn(served: Served) -> str | None:
+    """Why a guarantee ended; empty while it holds, None if there was none for this caller."""
+    if served.calibrator is None or isinstance(served.gallery, GalleryView):
+        return None
+    return served.calibrator.withdrawn()
 
 
 def described(found: Guaranteed) -> dict[str, Any]:

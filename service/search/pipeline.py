@@ -47,7 +47,7 @@ from kinlens.service.encoding.workers import Vector
 from kinlens.service.galleries.registry import FILTERED, Registry, Served
 from kinlens.service.galleries.view import GalleryView, check_names
 from kinlens.service.observe.metrics import Metrics, record_wait, span
-from kinlens.service.search.guarantee import described, guaranteed_by
+from kinlens.service.search.guarantee import described, guaranteed_by, watch
 from kinlens.service.search.query import (
     WORDS_NOT_CALIBRATED,
     Answer,
@@ -245,6 +245,7 @@ class Pipeline:
                         query.where,
                         cancel_token.check,
                     )
+                    watch(served, guarantee, kept)
                     found = replace(found, guaranteed=described(kept))
             results = found.encoded(served.name, gallery.generation, self._image_url)
             search_ms = (time.perf_counter() - before) * 1e3

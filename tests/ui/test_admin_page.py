@@ -319,6 +319,21 @@ def test_the_status_shows_where_probabilities_come_from_or_why_there_are_none(pa
     expect(found).to_contain_text("120 searches with 400 wrong hits")
 
 
+def test_the_status_says_that_a_guarantee_was_withdrawn(page: Page) -> None:
+    page.get_by_test_id("to-status").click()
+    expect(page.get_by_test_id("status-calibration")).to_be_visible()
+    expect(page.get_by_test_id("status-guarantee")).to_have_count(0)
+
+    def withdrawn(route: Route) -> None:
+        why = "Queries that came until today differ from the labelled ones"
+        route.fulfill(json=route.fetch().json() | {"guarantee_withdrawn": why})
+
+    page.route("**/galleries/shop", withdrawn)
+    page.get_by_test_id("status-refresh").click()
+    found = page.get_by_test_id("status-guarantee")
+    expect(found).to_contain_text("no longer guaranteed. Queries that came until today differ")
+
+
 @pytest.fixture
 def adding(open_admin: OpenPage, shop: AdminShop) -> Page:
     """The view for adding to a gallery of two items."""

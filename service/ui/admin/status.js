@@ -87,6 +87,10 @@ function modelBox({ bundle_id: id, dim, provider, thresholds, created_at: create
   return found;
 }
 
+function guaranteeBox({ guarantee_withdrawn: why }) {
+  return box("Guarantee", "status-guarantee", note(`Answers are no longer guaranteed. ${why}. Label queries, and run the golden set.`, "attention"));
+}
+
 function calibrationBox({ calibration, no_calibration: why }) {
   const title = ["Probabilities", "status-calibration"];
   if (calibration === null) return box(...title, note(`Results have scores but no probabilities. ${why ?? ""}`.trim(), "plain"));
@@ -154,6 +158,7 @@ async function chosenNow(name) {
 function boxesOf(found) {
   if (found === null) return [];
   const more = found.counts === null ? [] : [feedbackBox(found.counts)];
+  if (found.guarantee_withdrawn) more.unshift(guaranteeBox(found));
   return [indexBox(found), modelBox(found), calibrationBox(found), attributesBox(found), ...more];
 }
 

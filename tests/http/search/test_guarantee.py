@@ -5,12 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 
 from kinlens.client import Client, Query
 from kinlens.errors import InvalidError
 from tests.support.market import COUNT, found, photo, post, start_market, text_of
 from tests.support.servers import render
 from tests.support.shops import Shop, assert_problem
+from tests.support.waiting import until
 from tests.tiny import encoded
 
 
@@ -143,4 +145,40 @@ def test_a_guarantee_is_withdrawn_after_many_changes_until_it_is_run_again(tmp_p
         assert client.search(near(1, 60)).hits
         client.run_golden("shop")
         assert client.search(near(1, 60), guarantee=0.8).guarantee.queries == COUNT
+    shop.close()
+
+
+def test_other_queries_withdraw_the_guarantee_until_it_is_run_again(tmp_path: Path) -> None:
+    shop = start_market(tmp_path / "state")
+    for number in range(COUNT):
+        for quality in (30, 50):
+            label(shop, near(number, quality), {"keys": [f"{number:03d}.png"]})
+    shop.client.post(f"{shop.url}/golden/run").raise_for_status()
+    service = shop.running
+
+    def withdrawn() -> float:
+        service.client.get("/metrics").raise_for_status()
+        return service.metric("kinlens_guarantee_withdrawn", gallery="shop")
+
+    with Client(service.url) as client:
+        for _ in range(100):  # the answers but one come from the cache, and do not count
+            client.search(photo(100), guarantee=0.8)
+        assert shop.gallery()["guarantee_withdrawn"] is None
+        assert withdrawn() == 0
+        with structlog.testing.capture_logs() as events:
+            for number in range(100, 200):
+                body = {"images": [{"data": text_of(photo(number))}], "guarantee": 0.8}
+                if (answer := post(service, body)).status_code != 200:
+                    break
+            problem = assert_problem(answer, 422, "invalid-parameter")
+            assert "differ from the labelled ones" in problem["detail"]
+            assert 105 < number < 180
+        assert [e["gallery"] for e in events if e["event"] == "guarantee withdrawn"] == ["shop"]
+        assert client.search(photo(100)).hits
+        assert "differ from the labelled ones" in shop.gallery()["guarantee_withdrawn"]
+        until(lambda: withdrawn() == 1)
+        client.run_golden("shop")
+        assert client.search(near(1, 60), guarantee=0.8).guarantee.holds
+        assert shop.gallery()["guarantee_withdrawn"] is None
+        until(lambda: withdrawn() == 0)
     shop.close()

@@ -1,5 +1,6 @@
 """The words of the field: no text of the project uses the house words that they replaced."""
 
+import json
 import re
 import subprocess
 from collections import Counter
@@ -48,7 +49,19 @@ SKIPPED = (
     "docs/decisions/",  # of their time
     "service/galleries/feedback.py",  # `picture` is a column of stored feedback
 )
-KINDS = {".py", ".js", ".html", ".css", ".md", ".toml", ".yml", ".yaml", ".cff", ".service"}
+KINDS = {
+    ".py",
+    ".js",
+    ".html",
+    ".css",
+    ".md",
+    ".ipynb",
+    ".toml",
+    ".yml",
+    ".yaml",
+    ".cff",
+    ".service",
+}
 
 
 @cache
@@ -87,6 +100,7 @@ PAGES = [
     ROOT / "CONTRIBUTING.md",
     ROOT / "AGENTS.md",
     *(page for page in sorted(DOCS.rglob("*.md")) if page.parent.name != "decisions"),
+    *sorted((ROOT / "examples").glob("*.ipynb")),
 ]
 MOST_WORDS = 30
 SHOP = [
@@ -95,10 +109,19 @@ SHOP = [
         "tutorial", "own-shop", "nightly", "page", "own-vectors", "words", "boxes", "models",
         "troubleshooting", "guarantee",
     )
-]  # fmt: skip
+] + [ROOT / "examples/quickstart.ipynb"]  # fmt: skip
 """The pages for a shop: one idea in a sentence, and no word of a laboratory."""
 MOST_WORDS_FOR_A_SHOP = 25
 LABORATORY = re.compile(r"\b(?:trunk|head|fold|alpha)s?\b|R@1\b", re.IGNORECASE)
+
+
+def text_of(page: Path) -> str:
+    """The text of a page; of a notebook, that of its cells without code."""
+    text = page.read_text(encoding="utf-8")
+    if page.suffix != ".ipynb":
+        return text
+    cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "markdown"]
+    return "\n\n".join("".join(cell["source"]) for cell in cells)
 
 
 def sentences(text: str) -> Iterator[str]:
@@ -117,7 +140,7 @@ def test_no_sentence_of_a_page_is_too_long(page: Path) -> None:
     most = MOST_WORDS_FOR_A_SHOP if page in SHOP else MOST_WORDS
     long = [
         sentence
-        for sentence in sentences(page.read_text(encoding="utf-8"))
+        for sentence in sentences(text_of(page))
         if len([word for word in sentence.split() if re.search(r"\w", word)]) > most
     ]
     assert not long, f"More than {most} words:\n" + "\n".join(long)

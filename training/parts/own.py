@@ -117,7 +117,7 @@ def source_sha256(path: str) -> str:
     part = own_part(path)
     try:
         file = inspect.getsourcefile(_kind_of(part))
-    except TypeError:  # of an interactive session
+    except (OSError, TypeError):  # of an interactive session
         file = None
     source = b"" if file is None or not Path(file).is_file() else Path(file).read_bytes()
     options = _options(part)

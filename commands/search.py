@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from kinlens.calls import AUTO, QueryText
+from kinlens.calls import QueryText
 from kinlens.commands import stores
 from kinlens.commands.console import exit_if_empty, print_report
 from kinlens.commands.options import (
@@ -34,6 +34,7 @@ from kinlens.library.gallery import Gallery
 from kinlens.library.hits import Group, Hit, Hits, shown
 from kinlens.library.stores import in_folder
 from kinlens.quality.calibration import DEFAULT_PRIOR
+from kinlens.values import AUTO
 
 app = typer.Typer()
 

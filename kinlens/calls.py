@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from kinlens.errors import AnswerError, ArgumentError, ImageReadError, problem_error
 from kinlens.models import Problem, PutAnswer, PutResult
-from kinlens.values import AttributeInput, is_missing, plain
+from kinlens.values import AUTO, AttributeInput, is_missing, plain
 
 T = TypeVar("T")
 
@@ -61,9 +61,6 @@ Part = tuple[str, tuple[str | None, bytes | str]]
 
 MAX_ITEMS = 256
 """Maximum number of items in one request with the default settings of the service."""
-
-AUTO = "auto"
-"""As crops: the whole image and parts of it, which the service chooses."""
 
 _MAX_BYTES = 32 * 2**20  # of one request
 _PART_BYTES = 200  # upper bound of the headers and boundary of a part

@@ -12,7 +12,6 @@ from kinlens.values import Scalar
 Interval = tuple[float, float]
 """Lower and upper bound of a 95 % confidence interval."""
 
-AUTO: Literal["auto"] = "auto"
 Crop = tuple[float, float, float, float] | Literal["auto"]
 """A part of an image as left, top, width and height in fractions of it; auto for several parts."""
 

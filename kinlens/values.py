@@ -17,6 +17,9 @@ AttributeInput = Any
 """An attribute value before it is stored: a scalar, a date, Decimal, Enum, a scalar of NumPy or
 pandas, or a list, tuple, set or array of these. `plain` describes how each is stored."""
 
+AUTO: Literal["auto"] = "auto"
+"""As the crop of an image: the whole image and parts of it, which Kinlens chooses."""
+
 AttributeType = Literal["text", "number", "boolean"]
 """The type of the values of an attribute; integers and decimals are one kind."""
 

@@ -66,7 +66,8 @@ class Commands(TyperGroup):
             else:
                 path = getattr(getattr(error, "ctx", None), "command_path", "")
                 message = error.format_message().replace("Value error, ", "").rstrip(".")
-                print_error(f"{message}.{path and f' See {path} --help.'}")
+                end = "" if message.endswith("?") else "."
+                print_error(f"{message}{end}{path and f' See {path} --help.'}")
             sys.exit(getattr(error, "exit_code", USAGE))
         sys.exit(status if isinstance(status, int) else 0)
 

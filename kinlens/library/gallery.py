@@ -8,7 +8,7 @@ from typing import Any, Literal, Self, Unpack, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from kinlens.calls import AUTO, NewItem, QueryText, QueryVector
+from kinlens.calls import NewItem, QueryText, QueryVector
 from kinlens.calls import SearchOptions as Asked
 from kinlens.embedder.errors import (
     GalleryConflictError,
@@ -57,7 +57,7 @@ from kinlens.library.quality import Duplicates, GalleryCare, duplicates
 from kinlens.library.stores import Say, Store, folder_of, keep_up
 from kinlens.quality.answers import Wanted
 from kinlens.quality.calibration import DEFAULT_PRIOR
-from kinlens.values import AttributeInput, AttributeType
+from kinlens.values import AUTO, AttributeInput, AttributeType
 
 Model = OnnxEmbedder | Path | str
 _NAMED = 3

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image as Pillow
 
-from kinlens.calls import AUTO, QueryText, QueryVector, png_of
+from kinlens.calls import QueryText, QueryVector, png_of
 from kinlens.embedder.errors import InvalidParameterError, SourceError
 from kinlens.embedder.preprocess import Box, check_box
 from kinlens.embedder.session import Embedder, pixels_of
@@ -31,7 +31,7 @@ from kinlens.indexer.ingest.sources import (
     split_source,
 )
 from kinlens.indexer.ingest.tables import Row, split_kind
-from kinlens.values import AttributeValue, is_missing, plain
+from kinlens.values import AUTO, AttributeValue, is_missing, plain
 
 Crops = Sequence[Sequence[float]] | str | None
 _SHOWN = 200

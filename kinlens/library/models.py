@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from kinlens.embedder.manifest import OtherPrecision, Precision, Preprocessing
     from kinlens.library.bundles import LoadedBundle
     from kinlens.training.bundles.imported import FilePooling
+    from kinlens.training.bundles.precisions import OnRefusal
     from kinlens.training.data.records import LabelledImages
 
 _TRAIN_IT = "To train it, use `kinlens-train fit shop`."
@@ -170,7 +171,8 @@ def adapt(
     folder = Path("runs", f"adapt-{name}-{digest[:8]}") if run is None else Path(run)
     with console_listener(verbose, brief=not verbose) as listener:
         result = train(job, split, folder, digest, listener)
-    written = write(folder, split, out, precisions, with_map)
+    noted = noting_refusals(precisions, verbose)
+    written = write(folder, split, out, precisions, noted, with_map)
     after, before = (figures.get("R@1") for figures in (result.figures, result.trunk))
     figures: dict[str, Any] = {
         "photos": photos,
@@ -205,6 +207,16 @@ def _start(
         **input_settings(manifest.preprocessing),
     }
     return settings, dict.fromkeys(settings, f"--bundle {bundle}")
+
+
+def noting_refusals(precisions: Sequence[str], verbose: bool = False) -> "OnRefusal":
+    """Prints why a precision is omitted: one that was asked for, as bf16 is always tried."""
+
+    def on_refusal(precision: str, reason: str) -> None:
+        if verbose or precision in precisions:
+            note(reason)
+
+    return on_refusal
 
 
 def _outcome(after: float | None, before: float | None, *, is_changed: bool) -> str:
@@ -314,7 +326,7 @@ def import_model(
             tested = split.test
             advance = bar.enter_context(progress_bar(len(tested), "embed", "images"))
             asked: tuple[Precision, ...] = ("fp32", *precisions)
-            data = Measured(split, job, asked, advance, note)
+            data = Measured(split, job, asked, advance, noting_refusals(precisions))
         written = export_imported(graph, parity, named, licence, spec, out, data)
     manifest = written.manifest
     lines = [f"{named}: a model of {manifest.dim} numbers for each photo, licence {licence}"]

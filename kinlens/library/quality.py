@@ -21,7 +21,6 @@ from kinlens.embedder.session import Embedder, fitted
 from kinlens.embedder.sources.names import printable
 from kinlens.embedder.views.text import MAX_CHARACTERS
 from kinlens.golden import (
-    AUTO,
     Crop,
     GoldenQueries,
     GoldenQuery,
@@ -56,7 +55,7 @@ from kinlens.quality.guarantee import CONFIDENCE
 from kinlens.quality.guarantee_report import GuaranteeReport, report_of
 from kinlens.quality.judging import Embedded, GoldenResults, embedded, labelled, threshold_of
 from kinlens.reports import Report
-from kinlens.values import Scalar
+from kinlens.values import AUTO, Scalar
 
 P = ParamSpec("P")
 R = TypeVar("R")

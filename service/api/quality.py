@@ -15,7 +15,7 @@ from fastapi import APIRouter, Path, Query, Request, Response
 from kinlens.embedder import errors
 from kinlens.embedder.errors import ImageError, InvalidParameterError, KinlensError
 from kinlens.embedder.views.windows import windows
-from kinlens.golden import AUTO, GoldenQueries, GoldenQuery, GoldenRun, GoldenRuns, Label, Words
+from kinlens.golden import GoldenQueries, GoldenQuery, GoldenRun, GoldenRuns, Label, Words
 from kinlens.indexer.checks.duplicates import (
     Member,
     clusters_of,
@@ -40,6 +40,7 @@ from kinlens.service.runtime import Runtime
 from kinlens.service.search.pipeline import CancelToken
 from kinlens.service.search.query import Query as Search
 from kinlens.service.search.query import views_of
+from kinlens.values import AUTO
 
 MAX_ITEMS = 10_000
 """Maximum number of items in a gallery that a request may search for near-duplicates."""

@@ -401,8 +401,8 @@ def _training(params: TrainParams, location: GalleryLocation, settings: Settings
         if is_trained and not _trains(params):
             raise InvalidParameterError(
                 "model.weights = 'current' would change nothing: the gallery's model is trained, "
-                f"and {params.job} trains no model further. Set protocol.alpha to 0.25, or choose "
-                "the job shop."
+                f"and {params.job} trains no model further. Choose the job shop with its own "
+                "settings, which trains the whole network, or start from other weights."
             )
     elif weights in named:
         found["weights"] = named[weights]

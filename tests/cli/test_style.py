@@ -126,10 +126,10 @@ def test_the_three_programs_have_one_prefix() -> None:
     assert "Usage: kinlens index plan " in call("kinlens", "index", "plan", "--help").stdout
     assert "Usage: kinlens serve keys " in call("kinlens", "serve", "keys", "--help").stdout
     for words, line in (
-        (("idx",), "error: No such command 'idx'. Did you mean 'index'?. See kinlens --help."),
+        (("idx",), "error: No such command 'idx'. Did you mean 'index'? See kinlens --help."),
         (
             ("train", "adpt"),
-            "error: No such command 'adpt'. Did you mean 'adapt'?. See kinlens train --help.",
+            "error: No such command 'adpt'. Did you mean 'adapt'? See kinlens train --help.",
         ),
         (("serve", "--port", "no", "--bundle", "b"), "error: port = "),
     ):

@@ -16,6 +16,7 @@ from kinlens.embedder.errors import ExportError
 from kinlens.embedder.manifest import HeldOut, Mode, Preprocessing
 from kinlens.embedder.preprocess import preprocess
 from kinlens.embedder.types import Embeddings, Images
+from kinlens.library.models import noting_refusals
 from kinlens.training.bundles.golden import golden_images
 from kinlens.training.bundles.graph import write_onnx
 from kinlens.training.bundles.int8 import quantize_int8, range_images
@@ -165,12 +166,29 @@ def test_the_first_engine_decides_on_a_precision_and_a_later_one_on_itself() -> 
 
     also.fault = bf16.fault = fault  # a second engine, and a precision that nobody asked for
     assert accepted([good, also, bf16], asked, None) == [good]
-    reasons: list[str] = []
-    assert accepted([good, also], asked, reasons.append) == [good]
-    assert reasons == ["int8 with openvino is skipped: It broke."]
+    reasons: list[tuple[str, str]] = []
+
+    def take(*reason: str) -> None:
+        reasons.append(reason)
+
+    assert accepted([good, also, bf16], asked, take) == [good]
+    assert reasons == [
+        ("int8", "int8 with openvino is skipped: It broke."),
+        ("bf16", "bf16 is skipped: It broke."),
+    ]
 
     also.fault, good.fault = None, fault
     with pytest.raises(ExportError, match=r"It broke\. No bundle was .* --precision int8"):
         accepted([good, also], asked, None)
-    assert accepted([good, also], asked, reasons.append) == []
-    assert reasons[1:] == ["int8 is skipped: It broke."]
+    assert accepted([good, also], asked, take) == []
+    assert reasons[2:] == [("int8", "int8 is skipped: It broke.")]
+
+
+def test_a_precision_that_nobody_asked_for_is_omitted_without_a_line(capsys) -> None:
+    for precisions, verbose, printed in (
+        ((), False, ""),
+        ((), True, "bf16 is skipped\n"),
+        (("bf16",), False, "bf16 is skipped\n"),
+    ):
+        noting_refusals(precisions, verbose)("bf16", "bf16 is skipped")
+        assert capsys.readouterr().err == printed

@@ -10,11 +10,11 @@ from kinlens.embedder.bundle import MANIFEST, SEEN, Bundle
 from kinlens.embedder.errors import CheckpointError, JobError
 from kinlens.embedder.manifest import OtherPrecision
 from kinlens.training.bundles.bundle import export_checkpoint
+from kinlens.training.bundles.precisions import OnRefusal
 from kinlens.training.checkpoint import load_chosen
 from kinlens.training.config.job import Job, expand_path
 from kinlens.training.data.records import Split, content_digest
 from kinlens.training.folder import LOCK, Result, by_name, finished_result, stamp
-from kinlens.training.report.log import note
 from kinlens.training.runner import run_job, seen_in
 from kinlens.training.trainer import Listener
 
@@ -59,9 +59,14 @@ def train(job: Job, split: Split, folder: Path, digest: str, listener: Listener)
 
 
 def write(
-    folder: Path, split: Split, out: Path, precisions: Sequence[OtherPrecision], with_map: bool
+    folder: Path,
+    split: Split,
+    out: Path,
+    precisions: Sequence[OtherPrecision],
+    on_refusal: OnRefusal,
+    with_map: bool,
 ) -> Bundle:
-    """The bundle of the run in `folder`; a precision that fails its gate is omitted, with a line.
+    """The bundle of the run in `folder`; a precision that fails its gate is omitted.
 
     Raises: ExportError, EvaluationError, BundleError.
     """
@@ -70,7 +75,7 @@ def write(
         split,
         out,
         precisions=("fp32", *precisions),
-        on_refusal=note,
+        on_refusal=on_refusal,
         with_map=with_map,
         seen=seen_in(folder),
     )

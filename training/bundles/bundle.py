@@ -116,7 +116,7 @@ def export_checkpoint(
             takes its ranges from `split.train`.
         on_batch: called with the number of images after each batch; `images_to_embed` in total.
         precisions: to write in addition to fp32.
-        on_refusal: called with the reason if another precision fails, which is then omitted.
+        on_refusal: called with another precision that fails, and the reason; it is then omitted.
         trunk: export the pooled features of the trunk that the run began with, not its model.
         with_map: also export the share of each position in the embedding (see `EmbeddingMap`).
         seen: what the model was trained on, for comparisons with other models.

@@ -44,7 +44,7 @@ _Z95 = 1.96
 MIN_COSINE = 0.98
 """Minimum mean cosine to fp32 on held-out images."""
 
-OnRefusal = Callable[[str], None]
+OnRefusal = Callable[[Precision, str], None]
 
 
 @dataclass
@@ -158,7 +158,8 @@ def accepted(
         if fault is None:
             kept.append(candidate)
         elif on_refusal is not None:
-            on_refusal(f"{precision if is_first else candidate.mode} is skipped: {fault}")
+            refused = precision if is_first else candidate.mode
+            on_refusal(precision, f"{refused} is skipped: {fault}")
         elif is_first and precision in asked:
             raise ExportError(
                 f"{fault} No bundle was written; export without --precision {precision}, or with "

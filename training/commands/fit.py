@@ -122,7 +122,7 @@ def search(
     overrides: Overrides = None,
     allow_partial: AllowPartial = False,
 ) -> None:
-    """Search for the settings with the best R@1 on validation classes, without test classes.
+    """Search for the settings that find most on validation classes, without test classes.
 
     Example: kinlens-train search cars196-half --space space.toml --trials 50 --epochs 10
     """

@@ -175,7 +175,7 @@ def export(
             Path(out),
             advance,
             ("fp32", *precisions),
-            note if skip_refused else None,
+            (lambda _, reason: note(reason)) if skip_refused else None,
             trunk,
             with_map,
             seen_in(run),

@@ -5,7 +5,7 @@ import pytest
 
 from kinlens.embedder.errors import InvalidParameterError
 from kinlens.indexer.gallery import Gallery
-from kinlens.quality.calibration import GalleryCalibration
+from kinlens.quality.calibration import REBUILT
 from kinlens.quality.calibrator import Calibrator
 from kinlens.quality.drift import FALSE_ALARMS, DriftTest
 from tests.indexer.test_guarantee import asked, stocked
@@ -69,8 +69,12 @@ def test_an_alarm_withdraws_the_guarantee_until_it_is_fitted_again(gallery: Gall
     assert calibrator.guarantee().by == "kind"
 
 
-def test_a_rebuilt_gallery_says_that_it_had_a_guarantee(gallery: Gallery) -> None:
+def test_a_rebuilt_gallery_reports_that_it_had_a_guarantee(gallery: Gallery) -> None:
     stocked(gallery)
-    found = Calibrator(gallery).fit(no_guarantee="The gallery was rebuilt")
-    assert isinstance(found, GalleryCalibration)
-    assert Calibrator(gallery).withdrawn() == "The gallery was rebuilt"
+    calibrator = Calibrator(gallery)
+    calibrator.fit(no_guarantee=REBUILT)
+    assert calibrator.withdrawn() == REBUILT
+    with pytest.raises(InvalidParameterError, match="was rebuilt"):
+        calibrator.guarantee()
+    calibrator.fit_golden(lambda product: asked(60))
+    assert calibrator.withdrawn() == ""

@@ -32,7 +32,7 @@ from kinlens.indexer.types import (
     no_checkpoint,
 )
 from kinlens.quality.calibration import Calibrated, Shares
-from kinlens.quality.guarantee import Guarantee
+from kinlens.quality.guarantee import RANKED, Guarantee
 from kinlens.values import single
 
 
@@ -318,33 +318,39 @@ def guaranteed(
 ) -> Guaranteed:
     """What the answer to the query vector `target` (1, D) guarantees, in a set of up to `k`.
 
-    The products are ranked as those of the labelled queries were: among all items, by the index.
+    The products are ranked as those of the labelled queries were: among all items, by the index,
+    and as many for each `k`; only a larger set takes more.
 
     Raises: InvalidParameterError if the labels do not suffice; FilterError.
     """
     sets = None if level is None else guarantee.sets(level)
     decisions = None if accept is None else guarantee.decisions(accept)
-    widest = 0.0 if sets is None else max(sets.limits.values()) + SAME_SCORE
-    depth = max(k + 1, 2)  # one more product shows whether the set is cut
 
-    def search(where: Where | None) -> list[Group]:
+    def search(where: Where | None, depth: int = RANKED) -> list[Group]:
         options = SearchOptions(where=where, checkpoint=checkpoint)
         [groups] = gallery.search_groups(target, depth, Grouping(guarantee.product), options)
         return groups
 
-    best = search(None)
-    members = best[:1] if sets is None else sets.members(best, guarantee.by)
+    deepest = max(k + 1, RANKED)  # one more product shows whether the set is cut
+    best = ranked = search(None)
     cut: Literal["k", "filter"] | None = None
-    if len(best) == depth and best[0].score - best[-1].score <= widest:
-        members, cut = members[:k], "k"
+    if sets is None:
+        members = best[:1]
+    else:
+        widest = max(sets.limits.values()) + SAME_SCORE
+        if deepest > RANKED and _reaches(best, RANKED, widest):
+            ranked = search(None, deepest)
+        members = sets.members(ranked, guarantee.by)
+        if len(members) > k or _reaches(ranked, deepest, widest):
+            members, cut = members[:k], "k"
     if where is not None:
-        matching = {_product(group) for group in search(where)}
+        matching = {_product(group) for group in search(where, deepest)}
         kept = [group for group in members if _product(group) in matching]
         if len(kept) < len(members):
             members, cut = kept, "filter"
     accepted = None
     if decisions is not None:
-        is_shown = bool(members) and members[0] is best[0]
+        is_shown = bool(members) and _product(members[0]) == _product(best[0])
         accepted = is_shown and decisions.accepts(best, guarantee.by)
     return Guaranteed(
         queries=len(guarantee.queries) if sets is None else sets.queries,
@@ -359,6 +365,11 @@ def guaranteed(
         accepted=accepted,
         best=best[0].score if best else None,
     )
+
+
+def _reaches(groups: Sequence[Group], depth: int, widest: float) -> bool:
+    """Whether more products than these `depth` may be so near to the best one."""
+    return len(groups) >= depth and groups[0].score - groups[-1].score <= widest
 
 
 def _product(group: Group) -> object:

@@ -58,7 +58,12 @@ KEPT = 20
 LOWEST, HIGHEST = 0.5, 0.9999
 """Shares that a guarantee may have: 29,956 labels prove the highest decision."""
 
-_FIRST, _DEEPEST = 50, 1_000  # products to search for; more if the right one is not among them
+RANKED = 50
+"""Number of products to search for. An approximate index may answer otherwise to another number,
+so labelled queries and those of customers are ranked among as many.
+"""
+
+_DEEPEST = 1_000  # products to look for the right one in, if it is not among these
 
 
 class Judged(NamedTuple):
@@ -204,11 +209,11 @@ class Guarantee(BaseModel, frozen=True):
 
     def sets(self, level: float) -> SetRule:
         """The rule of sets. Raises: InvalidParameterError if the labels do not suffice."""
-        return _set_rule(self, level)
+        return _set_rule(self, float(level))
 
     def decisions(self, accept: float) -> DecisionRule:
         """The rule of decisions. Raises: InvalidParameterError if the labels do not suffice."""
-        return _decision_rule(self, accept)
+        return _decision_rule(self, float(accept))
 
 
 def judge(
@@ -260,15 +265,14 @@ def _judge(
     _check("confidence", confidence)
     grouping, judged, values = Grouping(product), list[Judged](), list[Scalar | None]()
     for vector, is_right, exclude in queries:
-        groups, right = list[Group](), None
-        for depth in (_FIRST, _DEEPEST):
-            [groups] = gallery.search_groups(
-                vector[np.newaxis], depth, grouping, SearchOptions(exclude=exclude)
-            )
-            if is_right is not None:
-                right = next((group for group in groups if is_right(group.hits[0])), None)
-            if is_right is None or right is not None or len(groups) < depth:
-                break
+        options, right, score = SearchOptions(exclude=exclude), None, 0.0
+        [groups] = gallery.search_groups(vector[np.newaxis], RANKED, grouping, options)
+        if is_right is not None and (right := _first(groups, is_right)) is not None:
+            score = right.score
+        elif is_right is not None and len(groups) == RANKED:
+            [deep] = gallery.search_groups(vector[np.newaxis], _DEEPEST, grouping, options)
+            if (right := _first(deep, is_right)) is not None:
+                score = min(right.score, groups[-1].score)  # customers would not see it
         if not groups or groups[0].score >= COPY:
             continue
         best = groups[0].score
@@ -277,7 +281,7 @@ def _judge(
             Judged(
                 best=round(best, 6),
                 gaps=tuple(round(best - group.score, 6) for group in groups[:KEPT]),
-                behind=None if right is None else round(best - right.score, 6),
+                behind=None if right is None else round(best - score, 6),
                 absent=is_right is None,
                 kind=None if right is None else _kind(right, by),
                 best_kind=_kind(groups[0], by),
@@ -298,6 +302,10 @@ def _judge(
         by=by,
         is_split=is_split,
     )
+
+
+def _first(groups: Iterable[Group], is_right: Callable[[Hit], bool]) -> Group | None:
+    return next((group for group in groups if is_right(group.hits[0])), None)
 
 
 def _lead(scores: Sequence[float]) -> float:
@@ -346,7 +354,7 @@ def _rank(count: int, level: float) -> int:
 
 def _exact(level: float) -> Fraction:
     """The number as it was typed: 0.95 is 19/20, and not the nearest binary number."""
-    return Fraction(repr(level))
+    return Fraction(repr(float(level)))  # also a number of NumPy
 
 
 def _check(name: str, value: float) -> None:

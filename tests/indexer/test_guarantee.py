@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from math import inf
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +14,10 @@ from kinlens.embedder.errors import InvalidParameterError
 from kinlens.embedder.types import Embeddings, Hit
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.types import Entry, Group, Grouping
+from kinlens.quality.answers import guaranteed
 from kinlens.quality.calibrator import Calibrator
 from kinlens.quality.guarantee import (
+    RANKED,
     Guarantee,
     Judged,
     Labelled,
@@ -25,6 +28,7 @@ from kinlens.quality.guarantee import (
     labels_for_sets,
     quantile,
 )
+from kinlens.quality.guarantee_report import report_of
 from kinlens.quality.intervals import exact_interval, tail, upper_bound
 from tests.indexer.oracle import DIM, units
 
@@ -348,6 +352,42 @@ def test_python_answers_with_the_set_and_the_decision_of_the_rules(gallery: Gall
     for query in (np.stack([vector, vector]), None):
         with pytest.raises(InvalidParameterError, match=r"one query|one whole image"):
             shop.search(query, positives=["k1"] if query is None else (), accept=0.7)
+
+
+def test_customers_and_labelled_queries_are_ranked_among_as_many_products(
+    gallery: Gallery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An approximate index may find another best product if it is asked for fewer."""
+    stocked(gallery)
+    depths, search = list[int](), gallery.search_groups
+
+    def recorded(vectors: Embeddings, k: int, *more: Any) -> list[list[Group]]:
+        depths.append(k)
+        return search(vectors, k, *more)
+
+    monkeypatch.setattr(gallery, "search_groups", recorded)
+    known = judge(gallery, "product", asked(60))
+    assert set(depths) <= {RANKED, 1000}
+    [vector] = photos(np.random.default_rng(3), np.arange(1), NOISE)
+    for k in (1, RANKED - 1, 2 * PRODUCTS):
+        depths.clear()
+        found = guaranteed(gallery, vector[None], known, 0.9, None, k)
+        assert depths == [RANKED]
+        assert found.holds is (k > 1)
+    depths.clear()
+    wide = of(*(judged(0.1, True) for _ in range(40)), *[Judged(0.9, (0.0, 0.1), 2.0)] * 9)
+    wide = wide.model_copy(update={"product": "product"})
+    assert guaranteed(gallery, vector[None], wide, 0.9, None, PRODUCTS + 1).holds
+    assert depths == [RANKED, PRODUCTS + 2]
+    assert guaranteed(gallery, vector[None], wide, 0.9, None, PRODUCTS - 1).cut == "k"
+
+
+def test_levels_may_be_numbers_of_numpy(gallery: Gallery) -> None:
+    known = of(*(judged(0.1, True) for _ in range(80)))
+    for kind in (np.float64, np.float32):
+        assert known.sets(kind(0.75)) == known.sets(0.75)
+        assert known.decisions(kind(0.75)) == known.decisions(0.75)
+    assert report_of(known, np.float64(0.95), np.float64(0.9)).lines()
 
 
 def test_a_gallery_without_the_attribute_of_a_product_guarantees_nothing(gallery: Gallery) -> None:

@@ -6,6 +6,7 @@ The file is derived from the rest of the generation: if it is missing, it is fit
 """
 
 import contextlib
+import hashlib
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
@@ -16,17 +17,19 @@ from kinlens.embedder.errors import (
     GalleryWriteError,
     InvalidParameterError,
 )
+from kinlens.embedder.types import ItemId
 from kinlens.indexer.folder.layout import GalleryFolder, disk_errors_explained
 from kinlens.indexer.folder.manifest import CALIBRATION
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.ingest.products import PRODUCTS
-from kinlens.indexer.types import Progress
+from kinlens.indexer.types import Item, Progress
 from kinlens.quality.calibration import LABELLED, NO_GOLDEN, Fit, GalleryCalibration
 from kinlens.quality.drift import FALSE_ALARMS, DriftTest
 from kinlens.quality.fitting import SAMPLED, fit_gallery, fit_golden
 from kinlens.quality.guarantee import CONFIDENCE, COPY, Guarantee, Labelled, judge, judge_items
 
 _CHANGED = 0.2  # share of items added or removed after which the curve is fitted again
+_PRODUCTS = 500  # items whose products are compared: a share of a fifth is known to 0.02
 
 
 class Calibrator:
@@ -43,7 +46,7 @@ class Calibrator:
         self._examined = ""  # the version of the gallery that was last examined
         self._valid: tuple[str, Guarantee | None] = ("", None)  # at this version of the gallery
         self._outdated = (
-            "The golden set was run when the gallery had other items. Run it again: "
+            "The golden set was run when the gallery had other items or products. Run it again: "
             f"kinlens-index golden run {gallery.path}"
         )
         self._lock = threading.Lock()
@@ -114,7 +117,9 @@ class Calibrator:
             chosen = (before.by, before.is_split, before.confidence)
         fitted = {
             "golden": fit_golden(self._gallery, known.product, queries(known.product)),
-            "guarantee": judge(self._gallery, known.product, queries(known.product), *chosen),
+            "guarantee": self._with_products(
+                judge(self._gallery, known.product, queries(known.product), *chosen)
+            ),
         }
         return self._keep_fitted(known, fitted)
 
@@ -146,8 +151,13 @@ class Calibrator:
             fitted = judge_items(gallery, known.product, SAMPLED, by, is_split, confidence)
         else:
             fitted = judge(gallery, known.product, queries(known.product), by, is_split, confidence)
+        fitted = self._with_products(fitted)
         self._keep_fitted(known, {"guarantee": fitted})
         return fitted
+
+    def _with_products(self, fitted: Guarantee) -> Guarantee:
+        items, _ = self._gallery.sample(_PRODUCTS)
+        return fitted.model_copy(update={"products": _products_of(items, fitted)})
 
     def _keep_fitted(
         self, known: GalleryCalibration, fitted: Mapping[str, object]
@@ -175,8 +185,9 @@ class Calibrator:
         return found
 
     def withdrawn(self) -> str | None:
-        """Why answers are no longer guaranteed: a fifth of the items was added or removed since the
-        labelled queries were judged, the gallery was rebuilt, or other queries come.
+        """Why answers are no longer guaranteed: a fifth of the items was added, removed or given
+        another product since the labelled queries were judged, the gallery was rebuilt, or other
+        queries come.
 
         Empty while they are; None if no guarantee was ever fitted.
         """
@@ -270,12 +281,19 @@ class Calibrator:
         return max(parts) >= least * len(items)
 
     def _is_outdated(self, fitted: GalleryCalibration | Fit | Guarantee | str) -> bool:
-        """Whether enough items were added or removed since the fit to change the curve."""
+        """Whether enough items were added or removed since the fit to change the curve, or were
+        given other products for a guarantee.
+        """
         if isinstance(fitted, str):
             return False
         size, added = self._gallery.counts_after(fitted.last)
         removed = fitted.items - (size - added)
-        return added + removed > _CHANGED * max(fitted.items, 1)
+        changed = added + removed
+        if isinstance(fitted, Guarantee) and fitted.products:
+            items, _ = self._gallery.items_at(fitted.products)
+            others = _products_of(items, fitted).items() - fitted.products.items()
+            changed += round(len(others) / len(fitted.products) * fitted.items)
+        return changed > _CHANGED * max(fitted.items, 1)
 
     def _keep(
         self, change: Callable[[GalleryCalibration | None], GalleryCalibration]
@@ -293,3 +311,14 @@ class Calibrator:
                 self._stamp, self._known = stamp(str(self._file)), changed
                 raise
         return changed
+
+
+def _products_of(items: Iterable[Item], fitted: Guarantee) -> dict[ItemId, str]:
+    """A hash of the product of each item, and of its category if that has a limit of its own."""
+    names = (fitted.product, fitted.by if fitted.is_split else None)
+    return {
+        item.id: hashlib.sha256(
+            repr([name and item.attributes.get(name) for name in names]).encode()
+        ).hexdigest()[:8]
+        for item in items
+    }

@@ -32,7 +32,7 @@ from pydantic import BaseModel
 
 from kinlens.embedder.errors import InvalidParameterError
 from kinlens.embedder.types import Hit, ItemId
-from kinlens.indexer.types import SAME_SCORE, Group, Grouping, SearchOptions
+from kinlens.indexer.types import SAME_SCORE, Group, Grouping, Item, SearchOptions
 from kinlens.quality.intervals import tail, upper_bound
 from kinlens.values import Scalar, single
 
@@ -41,10 +41,17 @@ if TYPE_CHECKING:
 
 Vector = NDArray[np.float32]
 
-Labelled = tuple[Vector, str, Callable[[Hit], bool] | None]
-"""A labelled photo: its vector (D,), its label, and a function that recognises a right hit (None if
-no item is right).
-"""
+
+class Labelled(NamedTuple):
+    """A labelled photo: its vector (D,), its label, a function that recognises a right hit (None if
+    no item is right), and a right item, for the category of a product that is not found.
+    """
+
+    vector: Vector
+    label: str
+    is_right: Callable[[Hit], bool] | None
+    item: Item | None = None
+
 
 CONFIDENCE = 0.95
 """Confidence of a decision by default."""
@@ -59,9 +66,7 @@ LOWEST, HIGHEST = 0.5, 0.9999
 """Shares that a guarantee may have: 29,956 labels prove the highest decision."""
 
 RANKED = 50
-"""Number of products to search for. An approximate index may answer otherwise to another number,
-so labelled queries and those of customers are ranked among as many.
-"""
+"""Products to search for: an approximate index may rank otherwise if it is asked for others."""
 
 _DEEPEST = 1_000  # products to look for the right one in, if it is not among these
 
@@ -74,7 +79,7 @@ class Judged(NamedTuple):
     behind: how far the right product is below the best one; None if it is absent or not found.
     absent: whether the label is "none of these".
     images: number of images of the right product; 0 if it is absent or not found.
-    kind, best_kind: the category of the right product and of the best one, if asked for.
+    kind, best_kind: the category of the right product (also if not found) and of the best one.
     """
 
     best: float
@@ -181,6 +186,7 @@ class Guarantee(BaseModel, frozen=True):
         by: an attribute of the items, to report its values apart.
         is_split: whether the values of `by` have limits of their own.
         drifted: when the queries that came were found to differ from these; None if they were not.
+        products: a hash of the product (and the category) of some items, by their id.
     """
 
     at: str
@@ -193,6 +199,7 @@ class Guarantee(BaseModel, frozen=True):
     by: str | None = None
     is_split: bool = False
     drifted: str | None = None
+    products: dict[ItemId, str] = {}
 
     def __hash__(self) -> int:
         return hash((self.at, self.last, len(self.queries)))  # cheap, as a key of cached rules
@@ -228,7 +235,7 @@ def judge(
 
     Raises: GalleryError.
     """
-    asked = ((vector, is_right, frozenset[ItemId]()) for vector, _, is_right in queries)
+    asked = ((one, frozenset[ItemId]()) for one in queries)
     return _judge(gallery, product, asked, "golden", by, is_split, confidence)
 
 
@@ -246,7 +253,7 @@ def judge_items(
         return lambda hit: single(hit.attributes.get(product)) == value
 
     asked = (
-        (vector, is_of(value), frozenset([item.id]))
+        (Labelled(vector, str(value), is_of(value), item), frozenset([item.id]))
         for item, vector in zip(items, vectors, strict=True)
         if (value := single(item.attributes.get(product))) is not None
     )
@@ -256,7 +263,7 @@ def judge_items(
 def _judge(
     gallery: "Gallery",
     product: str,
-    queries: Iterable[tuple[Vector, Callable[[Hit], bool] | None, frozenset[ItemId]]],
+    queries: Iterable[tuple[Labelled, frozenset[ItemId]]],
     source: Literal["golden", "gallery"],
     by: str | None,
     is_split: bool,
@@ -264,7 +271,7 @@ def _judge(
 ) -> Guarantee:
     _check("confidence", confidence)
     grouping, judged, values = Grouping(product), list[Judged](), list[Scalar | None]()
-    for vector, is_right, exclude in queries:
+    for (vector, _, is_right, item), exclude in queries:
         options, right, score = SearchOptions(exclude=exclude), None, 0.0
         [groups] = gallery.search_groups(vector[np.newaxis], RANKED, grouping, options)
         if is_right is not None and (right := _first(groups, is_right)) is not None:
@@ -283,7 +290,7 @@ def _judge(
                 gaps=tuple(round(best - group.score, 6) for group in groups[:KEPT]),
                 behind=None if right is None else round(best - score, 6),
                 absent=is_right is None,
-                kind=None if right is None else _kind(right, by),
+                kind=_kind_of(item, by) if right is None else _kind(right, by),
                 best_kind=_kind(groups[0], by),
             )
         )
@@ -328,7 +335,11 @@ def _name(kind: Scalar | None) -> str:
 
 def _kind(group: Group, by: str | None) -> Scalar | None:
     """The category of a product: that of its best hit."""
-    return None if by is None else single(group.hits[0].attributes.get(by))
+    return _kind_of(group.hits[0], by)
+
+
+def _kind_of(item: Hit | Item | None, by: str | None) -> Scalar | None:
+    return None if item is None or by is None else single(item.attributes.get(by))
 
 
 # Sets
@@ -391,10 +402,7 @@ def _set_rule(guarantee: Guarantee, level: float) -> SetRule:
         queries=count,
         limits=limits,
         none=quantile(absent, level) if absent else None,
-        true=(
-            1 - upper_bound(count - rank, count, 0.95),
-            upper_bound(rank - 1, count, 0.95),
-        ),
+        true=(1 - upper_bound(count - rank, count, 0.95), upper_bound(rank - 1, count, 0.95)),
     )
 
 

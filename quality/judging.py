@@ -36,6 +36,7 @@ from kinlens.indexer.types import (
     best_of_views,
 )
 from kinlens.quality.golden import MAX_RIGHT, GoldenSet, right_items
+from kinlens.quality.guarantee import Labelled
 from kinlens.quality.intervals import over_classes, wilson
 from kinlens.values import AUTO, Scalar, single
 
@@ -176,9 +177,8 @@ def _joined(
 
 def labelled(
     store: VectorStore, queries: Iterable[GoldenQuery], vectors: Embedded, product: str
-) -> Iterator[tuple[Vector, str, Callable[[Hit], bool] | None]]:
-    """The vector of each query, its label and a function that recognises a right hit; None in place
-    of the function if no item is right.
+) -> Iterator[Labelled]:
+    """The queries that are photos with a label by product.
 
     A label with keys accepts every image of the products of these items, by the attribute
     `product`. Queries whose items were removed are skipped, as are labels with another attribute,
@@ -190,18 +190,18 @@ def labelled(
         if not isinstance(vector, np.ndarray) or query.texts or query.crop == AUTO:
             continue
         if query.no_match:
-            yield vector, query.wanted, None
+            yield Labelled(vector, query.wanted, None)
         elif query.keys:
-            items = store.stored(query.keys).values()
+            items = [*store.stored(query.keys).values()]
             stored = [single(item.attributes.get(product)) for item in items]
             named = {value for value in stored if value is not None}
             label = ", ".join(sorted(map(str, named))) or query.wanted
-            if stored:
-                yield vector, label, _of_products(query, product, named)
-        elif query.attribute == product:
+            if items:
+                yield Labelled(vector, label, _of_products(query, product, named), items[0])
+        elif query.attribute == product and query.value is not None:
             with contextlib.suppress(FilterError):  # the attribute no longer exists
-                if right_items(query, store):
-                    yield vector, str(query.value), judge_of(query)
+                for item in store.page(0, 1, Equals(product, query.value)).items:
+                    yield Labelled(vector, str(query.value), judge_of(query), item)
 
 
 def _of_products(query: GoldenQuery, product: str, named: set[Scalar]) -> Callable[[Hit], bool]:

@@ -181,7 +181,9 @@ def test_golden_photos_come_first_and_products_that_are_absent_count(make) -> No
     assert isinstance(choose(Calibrator(gallery).stored(), None, None), str)
     fresh = photos(90, 3, seed=1)
     queries = [
-        (fresh[n, v], f"p{n}", right(n) if n < 60 else None) for n in range(90) for v in range(3)
+        Labelled(fresh[n, v], f"p{n}", right(n) if n < 60 else None)
+        for n in range(90)
+        for v in range(3)
     ]
     Calibrator(gallery).fit_golden(lambda _: queries)
     found = usable(gallery)
@@ -205,7 +207,7 @@ def test_a_golden_curve_is_kept_until_the_gallery_has_other_items(make) -> None:
     def queries() -> Iterator[Labelled]:
         for n in range(60):
             for v in range(4):
-                yield fresh[n, v], f"p{n}", right(n)
+                yield Labelled(fresh[n, v], f"p{n}", right(n))
         with contextlib.closing(Gallery.open(gallery.path)) as other:
             other.add(entries(photos(62, 4)))
             Calibrator(other).fit()
@@ -218,7 +220,7 @@ def test_a_golden_curve_is_kept_until_the_gallery_has_other_items(make) -> None:
     Calibrator(gallery).fit_if_outdated()
     found = usable(gallery)
     assert found.source == "gallery"
-    assert "run when the gallery had other items. Run it again" in str(found.reason)
+    assert "run when the gallery had other items or products. Run it again" in str(found.reason)
 
 
 def test_products_with_different_numbers_of_images_are_asked_for_equally_often(make) -> None:

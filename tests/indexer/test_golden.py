@@ -59,13 +59,16 @@ def test_a_label_by_key_means_the_product_and_missing_items_are_omitted(gallery:
     golden = GoldenSet(gallery.path)
     stranger = next(n for n in range(1, 400) if products[n] != products[0])
     labels = [Label(keys=("k0",)), Label(keys=(f"k{stranger}",)), Label(no_match=True)]
+    labels.append(Label(attribute="product", value=products[-1]))
     labelled(golden, gallery, *labels)
     gallery.remove([f"k{stranger}"])
-    known = vectors_of(golden, vectors[:3])
+    known = vectors_of(golden, vectors[:4])
     found = [*golden_labels(gallery, golden.queries(), known, "product")]
-    assert [label for _, label, _ in found] == [str(products[0]), "no match"]
-    assert found[1][2] is None
-    is_right = found[0][2]
+    assert [one.label for one in found] == [str(products[0]), "no match", str(products[-1])]
+    assert (found[1].is_right, found[1].item) == (None, None)
+    named = [one.item.attributes["product"] for one in (found[0], found[2])]
+    assert named == [products[0], products[-1]]
+    is_right = found[0].is_right
     [hits] = gallery.search(vectors[:1], 400)
     same = {f"k{n}" for n, product in enumerate(products) if product == products[0]}
     assert {hit.key for hit in hits if is_right(hit)} == same

@@ -62,7 +62,7 @@ def asked(count: int, noise: float = NOISE) -> Iterator[Labelled]:
         return lambda hit: hit.attributes["product"] == f"p{product}"
 
     for vector, product in zip(photos(rng, products, noise), products.tolist(), strict=True):
-        yield vector, f"p{product}", is_of(product) if product < PRODUCTS else None
+        yield Labelled(vector, f"p{product}", is_of(product) if product < PRODUCTS else None)
 
 
 def all_queries(path: Path, noise: float) -> Guarantee:
@@ -281,7 +281,7 @@ def test_a_gallery_judges_labelled_photos_as_a_naive_search_does(gallery: Galler
     products = np.repeat(np.arange(PRODUCTS), VIEWS)
     queries = [*asked(80)]
     found = judge(gallery, "product", queries, by="kind")
-    for one, (vector, label, is_right) in zip(found.queries, queries, strict=True):
+    for one, (vector, label, is_right, _) in zip(found.queries, queries, strict=True):
         best = np.array([(vectors[products == p] @ vector).max() for p in range(PRODUCTS)])
         order = np.sort(best)[::-1]
         assert one.best == pytest.approx(order[0], abs=2e-6)
@@ -291,7 +291,8 @@ def test_a_gallery_judges_labelled_photos_as_a_naive_search_does(gallery: Galler
             product = int(label[1:])
             assert one.behind == pytest.approx(order[0] - best[product], abs=3e-6)
             assert (one.kind, one.images) == (f"c{product % 3}", VIEWS)
-    assert judge(gallery, "product", [(vectors[0], "p0", lambda hit: True)]).queries == ()
+    copy = Labelled(vectors[0], "p0", lambda hit: True)
+    assert judge(gallery, "product", [copy]).queries == ()
 
 
 def test_items_of_the_gallery_are_judged_without_themselves(gallery: Gallery) -> None:
@@ -330,6 +331,42 @@ def test_a_guarantee_is_stored_and_withdrawn_after_a_fifth_of_the_items_changed(
         calibrator.fit_guarantee(None, "shade")
 
 
+def test_a_guarantee_is_withdrawn_after_a_fifth_of_the_items_got_other_products(
+    gallery: Gallery,
+) -> None:
+    """Of 180 items, 500 are compared at most: all of them."""
+    stocked(gallery)
+    calibrator = Calibrator(gallery)
+    kept = calibrator.fit_guarantee(lambda product: asked(60), "kind", True)
+    gallery.update({f"k{n}": {"price": n} for n in range(180)})
+    assert Calibrator(gallery).guarantee() == kept
+    gallery.update({f"k{n}": {"product": "p99"} for n in range(20)})
+    gallery.update({f"k{n}": {"kind": "c9"} for n in range(16, 36)})
+    assert calibrator.guarantee() == kept
+    gallery.update({"k100": {"product": None}})
+    with pytest.raises(InvalidParameterError, match="other items or products"):
+        calibrator.guarantee()
+    gallery.update({"k100": {"product": "p33"}})
+    assert calibrator.guarantee() == kept
+    swapped = {f"k{n}": {"product": f"p{(n // VIEWS + 1) % PRODUCTS}"} for n in range(180)}
+    gallery.update(swapped)  # as many products, each with as many items
+    with pytest.raises(InvalidParameterError, match="other items or products"):
+        Calibrator(gallery).guarantee()
+
+
+def test_a_product_that_is_not_found_keeps_its_category(gallery: Gallery) -> None:
+    """Otherwise its category would get a limit from the queries that were found."""
+    stocked(gallery)
+    lost = Labelled(units(1, 9)[0], "p4", lambda hit: False, gallery.stored(["k12"])["k12"])
+    known = judge(gallery, "product", [*asked(60), lost, *[lost] * 9], "kind", True)
+    assert {one.kind for one in known.queries[60:]} == {"c1"}
+    names = {f"k{n}": {"name": f"n{n}"} for n in range(180)}
+    gallery.update(names)
+    alone = judge_items(gallery, "name", 50, "kind", False, 0.95)
+    assert {one.kind for one in alone.queries} == {"c0", "c1", "c2"}
+    assert {one.behind for one in alone.queries} == {None}
+
+
 def test_python_answers_with_the_set_and_the_decision_of_the_rules(gallery: Gallery) -> None:
     stocked(gallery, CLEAR)
     shop = kinlens.Gallery(gallery)
@@ -338,7 +375,7 @@ def test_python_answers_with_the_set_and_the_decision_of_the_rules(gallery: Gall
     kept = Calibrator(gallery)
     kept.fit_golden(lambda product: asked(60, CLEAR))
     sets, decisions = kept.guarantee().sets(0.95), kept.guarantee().decisions(0.7)
-    for vector, _, _ in [*asked(90, CLEAR)][60:]:
+    for vector, *_ in [*asked(90, CLEAR)][60:]:
         hits = shop.search(vector, k=60, guarantee=0.95, accept=0.7)
         [groups] = gallery.search_groups(vector[None], 60, Grouping("product"))
         best = groups[0].score

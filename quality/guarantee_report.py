@@ -115,11 +115,11 @@ class GuaranteeReport(BaseModel, Report, frozen=True):
         if isinstance(found, str):
             yield found
             return
+        each = f" for each {self.by}" if len(found.leads) > 1 else ""
         yield (
             f"Accepted without a person: {found.accepted / found.queries:.1%} of the queries, of "
             f"which {100 * found.accept:.4g} % are right at {100 * found.confidence:.4g} % "
-            f"confidence{f' for each {self.by}' if len(found.leads) > 1 else ''} ({found.wrong:,} of "
-            f"{found.accepted:,} labelled ones are wrong)."
+            f"confidence{each} ({found.wrong:,} of {found.accepted:,} labelled ones are wrong)."
         )
         for kind, lead in found.leads.items():
             text = "none" if lead == inf else f"a lead above {lead:.4f}"

@@ -250,7 +250,10 @@ class SearchAnswer(BaseModel):
     facets: Facets = None
     accepted: Annotated[
         bool | None,
-        Field(description="With accept: whether the best product may be taken without a person."),
+        Field(
+            description="With accept: whether the best product, the first of guarantee.groups, may "
+            "be taken without a person. With sort_by and the like, the first hit may be another."
+        ),
     ] = None
     guarantee: Annotated[
         GuaranteeModel | None, Field(description="With guarantee or accept: what holds.")

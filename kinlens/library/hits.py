@@ -121,7 +121,9 @@ class Hits(list[Hit]):
 
     @property
     def accepted(self) -> bool | None:
-        """With `accept`: whether the best product may be taken without a person."""
+        """With `accept`: whether the best product, the first of `guarantee.groups`, may be taken
+        without a person.
+        """
         return None if self.guarantee is None else self.guarantee.accepted
 
     def __init__(

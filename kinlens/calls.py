@@ -473,7 +473,9 @@ def png_of(image: Any) -> bytes:
                 f"{shape}. Convert it, or send the path of a file."
             )
         image = PIL.Image.fromarray(image)
-    if image.mode not in ("1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA"):  # what PNG can hold
+    if image.mode == "I":  # 32 bits; PNG has 16
+        image = image.convert("I;16")
+    if image.mode not in ("1", "L", "LA", "I;16", "P", "RGB", "RGBA"):  # what PNG can hold
         image = image.convert("RGB")
     buffer = io.BytesIO()
     image.save(buffer, "PNG", exif=image.getexif())  # the exif has the orientation

@@ -495,7 +495,7 @@ class Gallery(GalleryCare):
 
         Raises: SourceError; BundleMismatchError.
         """
-        if isinstance(source, list | tuple) and source and isinstance(source[0], Entry):
+        if isinstance(source, list | tuple) and all(isinstance(one, Entry) for one in source[:1]):
             return self.store.add(source, owned)
         found = self.source(source, csv=csv, split=split)
         with progress_bar(found.count, "Embedding", "images", self.shown) as advance:
@@ -587,7 +587,7 @@ class Gallery(GalleryCare):
         """Change attributes of all items that match a filter; None removes an attribute."""
         return self.store.update_where(_needed(filter), changes)
 
-    def remove(self, keys: str | Sequence[str], *, keep: Sequence[str] = ()) -> int:
+    def remove(self, keys: str | Sequence[str], keep: Sequence[str] = ()) -> int:
         """Remove items by key; returns the number. Unknown keys are not counted.
 
         With `keep`, items are only removed if an item with one of these other keys exists.

@@ -115,7 +115,8 @@ def _earlier_files(api: "HfApi", repo: str, private: bool) -> set[str]:
 def _translated(address: str) -> Iterator[None]:
     """Raise the errors of `huggingface_hub`, and of what it uses, as those of bundles."""
     try:
-        import httpx2
+        # isort: split
+        import httpx2  # of the same extra; an error names the package above, which users know
         from huggingface_hub import errors
     except ModuleNotFoundError as missing:
         reason = missing_package(address, missing, "hub")

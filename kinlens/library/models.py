@@ -9,6 +9,7 @@ import functools
 import html
 import re
 from collections.abc import Callable, Sequence
+from importlib.metadata import requires
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, cast, get_args
 
@@ -83,7 +84,8 @@ def _with_training(function: Callable[P, T]) -> Callable[P, T]:
         try:
             return function(*given, **named)
         except ModuleNotFoundError as missing:
-            if missing.name not in ("torch", "torchvision", "onnx", "onnxruntime", "tokenizers"):
+            package = (missing.name or "").partition(".")[0].replace("_", "-")
+            if not any(re.match(rf"{package}\b", line) for line in requires("kinlens") or ()):
                 raise
             name = f"kinlens.{function.__name__}"
             reason = missing_package(name, missing, "cpu,training", "gpu,training")

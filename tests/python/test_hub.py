@@ -247,9 +247,12 @@ for name in ("nothing", "hf", "./hf:/shop"):
 out += [name for name in ("huggingface_hub", "httpx2", "hf_xet") if name in sys.modules]
 """
     assert run(code) == []
-    hidden = "sys.modules['huggingface_hub'] = None\n" + FAIL.format(addresses=["hf://shop/shoes"])
+    hidden = "sys.modules.update(huggingface_hub=None, httpx2=None)\n" + FAIL.format(
+        addresses=["hf://shop/shoes"]
+    )
     [[kind, message]] = run(hidden)
     assert (kind, "pip install 'kinlens[hub]'" in message) == ("ModuleNotFoundError", True)
+    assert "package huggingface_hub" in message
     assert not hub.requests
 
 

@@ -23,7 +23,7 @@ from kinlens.embedder.errors import (
 from kinlens.embedder.programs.progress import console as err
 from kinlens.embedder.programs.progress import progress_bar as progress
 from kinlens.embedder.session import OnnxEmbedder
-from kinlens.indexer.types import Entry
+from kinlens.indexer.types import Entry, Written
 from tests.tiny import TINY_DIM, encoded, photo
 
 
@@ -261,10 +261,11 @@ def test_items_are_patched_removed_and_restored(gallery: kinlens.Gallery) -> Non
         gallery.patch({"nobody": {"price": 1}})
     with pytest.raises(InvalidParameterError, match="filter is empty"):
         gallery.remove_where("")
+    assert gallery.add([]) == Written()
     assert gallery.remove("k0") == 1
     assert gallery.remove(["k1", "nobody"]) == 1
     with pytest.raises(GalleryConflictError, match="Nothing was removed"):
-        gallery.remove("k2", keep=["k0"])
+        gallery.remove("k2", ["k0"])
     assert [item.key for item in gallery.restore(["k0", "k2"])] == ["k0"]
     assert gallery.remove_where("price = 9.5") == 2
     assert keys(gallery) == ["k2", "k3", "k0"]

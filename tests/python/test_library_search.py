@@ -90,6 +90,14 @@ def test_each_kind_of_query_finds_its_image(
     assert len(hits) == 2
 
 
+def test_pixels_of_more_than_eight_bits_are_those_of_their_file(
+    tmp_path: Path, gallery: kinlens.Gallery
+) -> None:
+    grey = Image.fromarray(np.arange(1024, dtype=np.uint16).reshape(32, 32) * 64)
+    grey.save(tmp_path / "grey.png")
+    assert gallery.search(grey.convert("I")) == gallery.search(tmp_path / "grey.png")
+
+
 def test_vectors_in_rows_are_searched_each_alone_as_lists(
     shop: Path, bundle: OnnxEmbedder, gallery: kinlens.Gallery
 ) -> None:

@@ -232,3 +232,18 @@ def test_the_rest_of_a_training_is_called_from_python(
     assert (job.name, job.data.root) == ("products", str(tmp_path / "products"))
     Path("grid.toml").write_text('job = "shop.toml"\nseeds = [0, 1]\n')
     assert [run.result for run in tournament("grid.toml", plan=True)] == [None, None]
+
+
+def test_a_missing_package_is_named_with_its_extra(monkeypatch, tmp_path) -> None:
+    for name, words in (("tomli_w", r"tomli_w.*kinlens\[cpu,training\]"), ("my_net", "my_net")):
+        error = ModuleNotFoundError(f"No module named {name!r}", name=name)
+        monkeypatch.setattr("kinlens.library.models.shop_of", raising(error))
+        with pytest.raises(ModuleNotFoundError, match=words):
+            kinlens.adapt(tmp_path, tmp_path / "out")
+
+
+def raising(error: Exception) -> Callable[..., None]:
+    def call(*_: object) -> None:
+        raise error
+
+    return call

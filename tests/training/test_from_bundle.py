@@ -152,7 +152,7 @@ def test_a_bundle_without_a_job_is_evaluated_on_images(trunk: Bundle, tmp_path: 
         (shop / f"{name}.csv").write_text("path,label\n" + "\n".join(listed))
     for more, message in (
         ((), "--data /my/shop"),
-        (("--data", "nowhere"), "--data nowhere does not exist"),
+        (("--data", "nowhere"), "nowhere does not exist"),
         (("--data", shop / "same.csv"), "every answer would be right"),
     ):
         with pytest.raises(KinlensError, match=message):

@@ -94,10 +94,9 @@ class Calibrator:
         def with_golden(now: GalleryCalibration | None) -> GalleryCalibration:
             if now is None or now.product != fitted.product:
                 return fitted
-            kept = {"golden": now.golden, "guarantee": now.guarantee}
-            return fitted.model_copy(
-                update={n: self._outdated if self._is_outdated(v) else v for n, v in kept.items()}
-            )
+            golden = self._outdated if self._is_outdated(now.golden) else now.golden
+            # An outdated guarantee is refused, but keeps what its owner chose for the next run.
+            return fitted.model_copy(update={"golden": golden, "guarantee": now.guarantee})
 
         return self._keep(with_golden)
 
@@ -261,7 +260,6 @@ class Calibrator:
             known is None
             or self._is_outdated(known)
             or self._is_outdated(known.golden)
-            or self._is_outdated(known.guarantee)
             or self._has_more_labels(known)
         )
         if is_outdated:

@@ -327,6 +327,12 @@ def test_a_guarantee_is_stored_and_withdrawn_after_a_fifth_of_the_items_changed(
     assert (calibrator.guarantee().by, calibrator.guarantee().confidence) == ("kind", 0.9)
     calibrator.fit_golden(lambda product: asked(60))  # keeps what the owner chose
     assert (calibrator.guarantee().by, calibrator.guarantee().confidence) == ("kind", 0.9)
+    gallery.remove([f"k{n}" for n in range(40, 90)])
+    calibrator.fit_if_outdated()
+    with pytest.raises(InvalidParameterError, match="other items"):
+        calibrator.guarantee()
+    calibrator.fit_golden(lambda product: asked(60))  # also after it was withdrawn
+    assert (calibrator.guarantee().by, calibrator.guarantee().confidence) == ("kind", 0.9)
     with pytest.raises(InvalidParameterError, match="No item has the attribute shade"):
         calibrator.fit_guarantee(None, "shade")
 

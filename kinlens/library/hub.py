@@ -115,9 +115,9 @@ def _earlier_files(api: "HfApi", repo: str, private: bool) -> set[str]:
 def _translated(address: str) -> Iterator[None]:
     """Raise the errors of `huggingface_hub`, and of what it uses, as those of bundles."""
     try:
-        # isort: split
-        import httpx2  # of the same extra; an error names the package above, which users know
-        from huggingface_hub import errors
+        from huggingface_hub import errors  # first: an error names it, which users know
+
+        import httpx2  # isort: skip
     except ModuleNotFoundError as missing:
         reason = missing_package(address, missing, "hub")
         raise ModuleNotFoundError(reason, name=missing.name) from None

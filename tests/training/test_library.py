@@ -4,6 +4,7 @@ import html
 import re
 import shutil
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -67,12 +68,12 @@ def pairs(photos: Path) -> list[tuple[Path, str]]:
     return [(path, path.parent.name) for path in sorted(photos.glob("*/*.*"))]
 
 
-def test_adapt_takes_a_folder_a_list_or_a_table(photos: Path, adapt: Callable[..., Any]) -> None:
+def test_adapt_takes_a_folder_or_a_table(photos: Path, adapt: Callable[..., Any]) -> None:
     listed = pairs(photos)
     table = pd.DataFrame(
         {"path": [str(path) for path, _ in listed], "product": [name for _, name in listed]}
     )
-    made = [adapt(source, f"bundles/{n}") for n, source in enumerate(("photos", listed, table))]
+    made = [adapt(source, f"bundles/{n}") for n, source in enumerate(("photos", table))]
     for number, bundle in enumerate(made):
         assert Bundle.open(Path("bundles", str(number))).bundle_id == bundle.bundle_id
         assert bundle.embed_files([listed[0][0]]).shape == (1, bundle.dim)
@@ -94,13 +95,13 @@ def test_adapt_takes_a_folder_a_list_or_a_table(photos: Path, adapt: Callable[..
     assert "does not exist" in page(made[1])
 
 
-def test_adapt_skips_a_damaged_photo_and_names_it(
+def test_adapt_takes_a_list_and_skips_a_damaged_photo_of_it(
     photos: Path, adapt: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     for number in range(10):  # at most 5 % may be damaged
         Image.open(photos / HOSTILE / "0.jpg").save(photos / HOSTILE / f"more{number}.png")
     (photos / HOSTILE / "broken ü.jpg").write_bytes(b"no image")
-    bundle = adapt(photos, "bundles/shop")
+    bundle = adapt(pairs(photos), "bundles/shop")
     assert bundle.report.figures["photos"] == 40
     assert f"1 image(s) are missing or damaged, and skipped: {HOSTILE}/broken ü.jpg" in (
         capsys.readouterr().err
@@ -199,13 +200,13 @@ def test_words_of_a_catalogue_are_taught(tiny_bundle: Bundle, tmp_path: Path) ->
     gallery = Gallery.create(
         tmp_path / "shop", name="shop", bundle_id=tiny_bundle.bundle_id, dim=TINY_DIM
     )
-    for colour in COLOURS:
-        for shape in SHAPES:
-            for view in range(4):
-                vector = by_word[colour] + by_word[shape] + 0.1 * rng.standard_normal(TINY_DIM)
-                unit = (vector / np.linalg.norm(vector)).astype(np.float32)
-                named = {"product": f"{colour}_{shape}", "colour": colour, "kind": shape}
-                gallery.add([Entry(f"{colour}-{shape}-{view}", unit, attributes=named)])
+    entries = []
+    for colour, shape, view in product(COLOURS, SHAPES, range(4)):
+        vector = by_word[colour] + by_word[shape] + 0.1 * rng.standard_normal(TINY_DIM)
+        unit = (vector / np.linalg.norm(vector)).astype(np.float32)
+        named = {"product": f"{colour}_{shape}", "colour": colour, "kind": shape}
+        entries.append(Entry(f"{colour}-{shape}-{view}", unit, attributes=named))
+    gallery.add(entries)
     gallery.close()
     files: dict[str, Any] = {
         "text_model": write_encoder(tmp_path / "encoder.onnx"),

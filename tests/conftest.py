@@ -8,14 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from kinlens.embedder.bundle import Bundle, write_bundle
-from kinlens.embedder.manifest import BundleManifest, GoldenHashes
-from kinlens.embedder.preprocess import preprocess
+from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.seen import Seen
-from tests.tiny import TINY, TINY_DIM, encoded, photo, tiny_embed, write_tiny_onnx
+from tests.tiny import write_tiny_bundle
 
 gc.disable()  # what the imports of all test modules make stays; to look through it takes seconds
 pytest_plugins = ["tests.support.servers", "tests.support.stores"]
@@ -90,23 +87,7 @@ def make_tiny_bundle(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., 
     """A function that writes a new tiny bundle; another `seed` is another model."""
 
     def make(seed: int = 0, seen: Seen | None = None, **more: Any) -> Bundle:
-        folder = tmp_path_factory.mktemp("bundle")
-        write_tiny_onnx(folder / "source.onnx", seed)
-        images = [encoded(photo(n)) for n in range(3)]
-        inputs = np.stack([preprocess(data, TINY) for data in images])
-        manifest = BundleManifest(
-            name="tiny",
-            created_at="2026-01-01T00:00:00+00:00",
-            dim=TINY_DIM,
-            preprocessing=TINY,
-            model_sha256="",
-            golden=GoldenHashes(files={}),
-            backbone="tiny",
-            **more,
-        )
-        vectors = tiny_embed(inputs, seed)
-        model = folder / "source.onnx"
-        return write_bundle(folder / "tiny", manifest, model, images, inputs, vectors, seen=seen)
+        return write_tiny_bundle(tmp_path_factory.mktemp("bundle"), seed, seen, **more)
 
     return make
 

@@ -2,13 +2,17 @@
 
 import io
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 from PIL import Image
 
-from kinlens.embedder.manifest import Preprocessing
+from kinlens.embedder.bundle import Bundle, write_bundle
+from kinlens.embedder.manifest import BundleManifest, GoldenHashes, Preprocessing
+from kinlens.embedder.preprocess import preprocess
+from kinlens.embedder.seen import Seen
 from kinlens.embedder.types import Embeddings, Images
 
 TINY = Preprocessing(resize_px=20, crop_px=16)
@@ -75,3 +79,23 @@ def write_tiny_onnx(path: Path, seed: float = 0) -> None:
     )
     opset = [helper.make_opsetid("", 20)]
     onnx.save(helper.make_model(graph, opset_imports=opset, ir_version=10), path)
+
+
+def write_tiny_bundle(folder: Path, seed: int = 0, seen: Seen | None = None, **more: Any) -> Bundle:
+    """Write the bundle of the tiny model into `folder`; another `seed` is another model."""
+    model = folder / "source.onnx"
+    write_tiny_onnx(model, seed)
+    images = [encoded(photo(number)) for number in range(3)]
+    inputs = np.stack([preprocess(data, TINY) for data in images])
+    manifest = BundleManifest(
+        name="tiny",
+        created_at="2026-01-01T00:00:00+00:00",
+        dim=TINY_DIM,
+        preprocessing=TINY,
+        model_sha256="",
+        golden=GoldenHashes(files={}),
+        backbone="tiny",
+        **more,
+    )
+    vectors = tiny_embed(inputs, seed)
+    return write_bundle(folder / "tiny", manifest, model, images, inputs, vectors, seen=seen)

@@ -93,28 +93,10 @@ def check_locks(folder: Path) -> None:
 
 def write_bundle_of(folder: Path) -> Path:
     """The tiny bundle of the tests."""
-    import numpy as np
-
-    from kinlens.embedder.bundle import write_bundle
-    from kinlens.embedder.manifest import BundleManifest, GoldenHashes
-    from kinlens.embedder.preprocess import preprocess
-    from tests.tiny import TINY, TINY_DIM, encoded, photo, tiny_embed, write_tiny_onnx
+    from tests.tiny import write_tiny_bundle
 
     folder.mkdir()
-    write_tiny_onnx(folder / "source.onnx")
-    images = [encoded(photo(number)) for number in range(3)]
-    inputs = np.stack([preprocess(data, TINY) for data in images])
-    manifest = BundleManifest(
-        name="tiny",
-        created_at="2026-01-01T00:00:00+00:00",
-        dim=TINY_DIM,
-        preprocessing=TINY,
-        model_sha256="",
-        golden=GoldenHashes(files={}),
-        backbone="tiny",
-    )
-    model = folder / "source.onnx"
-    return write_bundle(folder / "tiny", manifest, model, images, inputs, tiny_embed(inputs)).path
+    return write_tiny_bundle(folder).path
 
 
 if __name__ == "__main__":

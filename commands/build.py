@@ -37,6 +37,7 @@ from kinlens.indexer.types import VectorType
 from kinlens.library.bundles import bundle_folder
 from kinlens.library.galleries import build_source
 from kinlens.library.images import source_of
+from kinlens.library.stores import calibrate
 from kinlens.library.upkeep import import_gallery
 
 app = typer.Typer()
@@ -130,7 +131,7 @@ def build(
     ) + carried_text(report.carried)
     file = GalleryFolder(out).current() / REPORT
     print_report(report, json, text, *failure_lines(report.failures, report.found, f"in {file}"))
-    stores.calibrate(out)
+    calibrate(out)
     exit_with_skipped(report.failures)
 
 

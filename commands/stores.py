@@ -5,9 +5,7 @@ from collections.abc import Callable
 from kinlens.embedder.session import Embedder
 from kinlens.library.gallery import Gallery
 from kinlens.library.hits import built_bundle
-from kinlens.library.stores import Store, open_store, refuse_milvus
-from kinlens.library.stores import calibrate as calibrate
-from kinlens.library.stores import compact_if_due as compact_if_due
+from kinlens.library.stores import Store, keep_up, note, open_store, refuse_milvus
 
 
 def gallery_at(
@@ -31,6 +29,11 @@ def gallery_at(
     gallery = Gallery(store, bundle, open_bundle)
     gallery.shown, gallery.warn = True, _omit
     return gallery
+
+
+def compact_if_due(store: Store, no_compact: bool) -> None:
+    """As `keep_up`, noting on stderr what is done."""
+    keep_up(store, compacts=not no_compact, say=note, warn=note, shown=True)
 
 
 def _omit(text: str) -> None:

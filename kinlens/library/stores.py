@@ -82,11 +82,6 @@ def bundle_of(store: Store) -> Path:
     return path
 
 
-def compact_if_due(store: Store, no_compact: bool) -> None:
-    """As `keep_up`, for a command, which notes on stderr what is done."""
-    keep_up(store, compacts=not no_compact, say=note, warn=note, shown=True)
-
-
 def keep_up(
     store: Store,
     *,

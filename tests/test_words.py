@@ -94,6 +94,11 @@ def test_no_text_uses_a_house_word(word: str) -> None:
     )
 
 
+def test_no_text_has_the_marks_of_an_unfinished_merge() -> None:
+    marks = re.compile(r"^(<{7} .*|={7}|>{7} .*)$", re.MULTILINE)
+    assert {name: marks.findall(text) for name, text in texts().items() if marks.search(text)} == {}
+
+
 DOCS = ROOT / "docs"
 PAGES = [
     ROOT / "README.md",

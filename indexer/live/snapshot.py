@@ -327,21 +327,24 @@ class Snapshot:
     ) -> tuple[Scores, Ids]:
         """Scores and rows of the best `k` items, from the best `n` contents, or from more."""
         hits = [part.nearest(queries, n, among, exact, effort) for part in self._parts]
-        scores, rows = (np.concatenate(one, axis=1) for one in zip(*hits, strict=True))
+        scores, rows = hits[0]
+        if len(hits) > 1:
+            scores, rows = (np.concatenate(one, axis=1) for one in zip(*hits, strict=True))
         scores, rows = _sorted(scores, rows, n)
         if len(queries) > 1:
             scores, rows = self._with_exact_ties(queries, scores, rows)
-        has_more = (rows[:, n - 1 :] >= 0).any(axis=1)
-        lowest = scores[:, -1]
+        lowest, furthest = scores[:, -1], rows[:, n - 1 :]
         if any(part.copies is not None for part in self._parts):
             scores, rows = self._with_copies(scores, rows, k, among, copies)
         scores, rows = scores[:, :k], rows[:, :k]
         # Contents that were not found may have the score of the last hit and lower ids.
-        unsure = np.flatnonzero(has_more & (scores[:, -1] <= lowest))
-        if len(unsure) and n < self.size:
+        is_unsure = scores[:, -1] <= lowest
+        if n < self.size and is_unsure.any():
+            unsure = np.flatnonzero(is_unsure & (furthest >= 0).any(axis=1))
             n = min(_TIE_OVERFETCH * n, self.size)
-            again = self._nearest(queries[unsure], k, n, among, exact, effort, copies)
-            scores[unsure], rows[unsure] = again
+            if len(unsure):
+                again = self._nearest(queries[unsure], k, n, among, exact, effort, copies)
+                scores[unsure], rows[unsure] = again
         return scores, rows
 
     def _with_copies(

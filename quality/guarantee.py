@@ -119,7 +119,8 @@ class SetRule(BaseModel, frozen=True):
         limits: a member is at most this far below the best product, by its category.
         none: "none of these" is a member if the best score plus its lead is at most this; None if
             no labelled query has an absent product.
-        true: the probability that these labels reach is in this range, for 9 of 10 sets of labels.
+        true: the probability that these labels reach is in this range, for 9 of 10 sets of labels;
+            of the category with the fewest labels, if each has a limit.
     """
 
     level: float
@@ -150,7 +151,7 @@ class DecisionRule(BaseModel, frozen=True):
 
     Attributes:
         accept: the asked share of right ones among those accepted.
-        confidence: how sure that is.
+        confidence: how sure that is, of all categories together.
         queries: number of labelled queries.
         leads: the best product must lead the second one by more than this, by its category.
         accepted, wrong: number of labelled queries that this accepts, and of wrong ones among them.
@@ -388,6 +389,7 @@ def _set_rule(guarantee: Guarantee, level: float) -> SetRule:
         )
     parts = _parts(guarantee, present, lambda one: one.kind, least)
     limits = {kind: quantile([*map(_behind, own)], level) for kind, own in parts.items()}
+    limits.setdefault("", max(limits.values()))  # of categories without a label
     if inf in limits.values():
         lost = sum(one.behind is None for one in present)
         raise InvalidParameterError(
@@ -396,13 +398,14 @@ def _set_rule(guarantee: Guarantee, level: float) -> SetRule:
             "products, or ask for less."
         )
     absent = [_evidence(one.scores) for one in guarantee.queries if one.absent]
-    rank = _rank(count, level)
+    fewest = min(map(len, parts.values()))
+    rank = _rank(fewest, level)
     return SetRule(
         level=level,
         queries=count,
         limits=limits,
         none=quantile(absent, level) if absent else None,
-        true=(1 - upper_bound(count - rank, count, 0.95), upper_bound(rank - 1, count, 0.95)),
+        true=(1 - upper_bound(fewest - rank, fewest, 0.95), upper_bound(rank - 1, fewest, 0.95)),
     )
 
 
@@ -426,7 +429,7 @@ def _parts(
     for kind in sorted(found, key=lambda kind: len(found[kind])):
         if not guarantee.is_split or len(found[kind]) < least or 0 < len(others) < least:
             others += found.pop(kind)
-    return {"": others or queries, **found}  # if all have a limit, new categories get one of all
+    return {**({"": others} if others or not found else {}), **found}
 
 
 # Decisions
@@ -454,25 +457,36 @@ def counts_to_test(accept: float, confidence: float, most: int) -> tuple[int, ..
 @lru_cache(maxsize=64)
 def _decision_rule(guarantee: Guarantee, accept: float) -> DecisionRule:
     _check("accept", accept)
-    queries, confidence = guarantee.queries, guarantee.confidence
-    least = labels_for_decisions(accept, confidence)
-    parts = _parts(guarantee, queries, lambda one: one.best_kind, least)
-    leads = {kind: lowest_lead(own, accept, confidence) for kind, own in parts.items()}
+    queries, confidence, each = guarantee.queries, guarantee.confidence, guarantee.confidence
+    parts: dict[str, Sequence[Judged]] = {}
+    for _ in range(2):  # how many parts there are depends on how sure each has to be
+        least = labels_for_decisions(accept, each)
+        parts = _parts(guarantee, queries, lambda one: one.best_kind, least)
+        each = 1 - (1 - confidence) / len(parts)  # Bonferroni: all limits hold together
+    leads = {kind: lowest_lead(own, accept, each) for kind, own in parts.items()}
     if min(leads.values()) == inf:
-        order = sorted(queries, key=lambda one: one.lead, reverse=True)
-        right = next((n for n, one in enumerate(order) if not one.is_right), len(order))
+        least = labels_for_decisions(accept, each)
+        right = max(_right_before_wrong(own) for own in parts.values())
         cure = f"Label {least - len(queries):,} more queries, then run kinlens-index golden run"
         if len(queries) >= least:
             cure = f"Of {len(queries):,} labelled queries the next one is wrong: train the model"
+        of_all = f" in one of {len(parts)} categories" if len(parts) > 1 else ""
         raise InvalidParameterError(
             f"accept = {accept:g} is not possible: {least:,} accepted without an error are needed "
-            f"for {100 * accept:.4g} % at {100 * confidence:.4g} % confidence; there are "
+            f"for {100 * accept:.4g} % at {100 * confidence:.4g} % confidence{of_all}; there are "
             f"{right:,}. {cure}, or ask for less."
         )
+    leads.setdefault("", inf)  # a category without a label is not accepted
     rule = DecisionRule(accept=accept, confidence=confidence, queries=len(queries), leads=leads)
     accepted = [one for one in queries if rule.takes(one.lead, one.best_kind)]
     wrong = sum(not one.is_right for one in accepted)
     return rule.model_copy(update={"accepted": len(accepted), "wrong": wrong})
+
+
+def _right_before_wrong(queries: Sequence[Judged]) -> int:
+    """How many of the surest queries are right, until the first wrong one."""
+    order = sorted(queries, key=lambda one: one.lead, reverse=True)
+    return next((n for n, one in enumerate(order) if not one.is_right), len(order))
 
 
 def lowest_lead(queries: Sequence[Judged], accept: float, confidence: float) -> float:

@@ -65,6 +65,7 @@ def _log_factorials(size: int) -> NDArray[np.float64]:
     return logs
 
 
+@lru_cache(maxsize=256)
 def upper_bound(wrong: int, count: int, confidence: float) -> float:
     """The upper bound (Clopper and Pearson, 1934) of a rate of which `wrong` errors among `count`
     are known: the true rate is at most that, with the probability `confidence`.

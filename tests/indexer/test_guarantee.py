@@ -26,6 +26,7 @@ from kinlens.quality.guarantee import (
     judge_items,
     labels_for_decisions,
     labels_for_sets,
+    lowest_lead,
     quantile,
 )
 from kinlens.quality.guarantee_report import report_of
@@ -272,6 +273,47 @@ def test_a_category_with_enough_labels_has_a_limit_of_its_own() -> None:
     assert own.limits["hard"] == pytest.approx(0.195)
     assert of(*easy, *hard).sets(0.95).limits.keys() == {""}
     assert of(*easy, *hard, by="kind").decisions(0.95).leads["easy"] < 0.1
+
+
+def test_the_limits_of_all_categories_hold_together(studio: Guarantee) -> None:
+    """Each alone at 95 % would let one of four err too often in more than one of twenty."""
+    kinds = [f"c{n % 4}" for n in range(len(studio.queries))]
+    population = [
+        Judged(one.best, one.gaps, one.behind, one.absent, one.images, kind, kind)
+        for one, kind in zip(studio.queries, kinds, strict=True)
+    ]
+    harmed = alone = 0
+    for seed in range(300):
+        chosen = np.random.default_rng(seed).integers(0, len(population), 480)
+        own = of(*(population[n] for n in chosen), by="kind").model_copy(update={"at": str(seed)})
+        try:
+            leads = own.decisions(0.9).leads
+        except InvalidParameterError:
+            continue
+        assert leads.keys() == {"c0", "c1", "c2", "c3", ""}
+        assert leads[""] == inf  # categories that nobody labelled
+        parts = {k: [q for q in own.queries if q.best_kind == k] for k in leads if k}
+        plain = {kind: lowest_lead(part, 0.9, 0.95) for kind, part in parts.items()}
+        harmed += _errs(population, leads, 0.9)
+        alone += _errs(population, plain, 0.9)
+    assert harmed <= stats.binom.ppf(0.999, 300, 0.05)
+    assert harmed < alone
+
+
+def _errs(population: list[Judged], leads: dict[str, float], accept: float) -> bool:
+    """Whether more than allowed of what is accepted is wrong, in any category."""
+    for kind, lead in leads.items():
+        taken = [one.is_right for one in population if one.best_kind == kind and one.lead > lead]
+        if taken and np.mean(taken) < accept:
+            return True
+    return False
+
+
+def test_a_limit_of_a_category_needs_more_labels_than_one_for_all() -> None:
+    right = [judged(0.1, True, f"c{n % 2}") for n in range(736)]
+    assert of(*right[:299]).decisions(0.99).leads.keys() == {""}
+    assert of(*right[:598], by="kind").decisions(0.99).leads.keys() == {""}  # 368 for each of two
+    assert of(*right, by="kind").decisions(0.99).leads.keys() == {"c0", "c1", ""}
 
 
 def test_a_gallery_judges_labelled_photos_as_a_naive_search_does(gallery: Gallery) -> None:

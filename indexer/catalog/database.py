@@ -15,7 +15,7 @@ from kinlens.embedder.durable import crash_point
 from kinlens.embedder.errors import GalleryCorruptError, GalleryError, GalleryWriteError
 from kinlens.embedder.types import ItemId
 from kinlens.indexer.catalog.earlier import convert, define_views
-from kinlens.indexer.catalog.read import CatalogView, Row, State
+from kinlens.indexer.catalog.read import CatalogView, Row
 from kinlens.indexer.catalog.schema import (
     BUSY_S,
     FIRST_STATE,
@@ -25,7 +25,7 @@ from kinlens.indexer.catalog.schema import (
     SQLITE_ERRORS,
     TABLES,
     VERSION,
-    StateRow,
+    State,
     check_schema,
     error_code,
     read_error,
@@ -113,14 +113,15 @@ class Catalog:
         Raises: GalleryCorruptError; GalleryError if the file cannot be read.
         """
         connection, idle = self._acquire()
-        view = CatalogView(connection)
         try:
-            self._begin(view)
-            yield view
+            view = self._begin(connection)
+            try:
+                yield view
+            finally:
+                del view.connection  # using the view after its block must fail
         except SQLITE_ERRORS as error:
             raise read_error(self.path, error) from error
         finally:
-            del view.connection  # using the view after its block must fail
             self._finish(connection, idle)
 
     def state(self) -> State:
@@ -182,25 +183,26 @@ class Catalog:
         """Begin the transaction of a writer. Raises: GalleryCorruptError, OSError."""
         connection.execute("BEGIN IMMEDIATE")
         view = CatalogView(connection)
-        row = self._open_vectors(view)  # needs no retry: no compaction can commit during a write
+        self._open_vectors(view)  # needs no retry: no compaction can commit during a write
         if self._define_views(connection):
             assert view.file is not None
-            return CatalogWriter(connection, view.file, row)
+            return CatalogWriter(connection, view.file, view.state())
         file = convert(view, self.path.parent / VECTORS)
         connection.execute("COMMIT")
         del file  # until now, it kept a compaction from deleting the vectors
         return self._begin_writing(connection)
 
-    def _begin(self, view: CatalogView) -> None:
-        """Begin the transaction of a view. Retries if a compaction has just deleted the vectors."""
+    def _begin(self, connection: sqlite3.Connection) -> CatalogView:
+        """A view in a new transaction. Retries if a compaction has just deleted the vectors."""
         for _ in range(_MAX_ATTEMPTS):
-            view.connection.execute("BEGIN")
-            self._define_views(view.connection)
+            view = CatalogView(connection)
+            connection.execute("BEGIN")
+            self._define_views(connection)
             try:
                 self._open_vectors(view)
-                return
+                return view
             except FileNotFoundError:
-                view.connection.execute("ROLLBACK")
+                connection.execute("ROLLBACK")
         raise GalleryCorruptError(
             f"The vectors of {self.path.name} are missing in {self.path.parent / VECTORS}. "
             f"{RESTORE}."
@@ -214,17 +216,13 @@ class Catalog:
         self._has_views = self._has_views or define_views(connection)
         return self._has_views
 
-    def _open_vectors(self, view: CatalogView) -> StateRow:
-        """Open the file of vectors of a view; returns its state.
-
-        Raises: FileNotFoundError, GalleryCorruptError.
-        """
-        row = view.state_row()
-        for name in row.vectors:
-            view.file = VectorFile.open(self.path.parent / VECTORS / name, row.dim)
+    def _open_vectors(self, view: CatalogView) -> None:
+        """Open the file of vectors of a view. Raises: FileNotFoundError, GalleryCorruptError."""
+        state = view.state()
+        if state.vectors is not None:
+            view.file = VectorFile.open(self.path.parent / VECTORS / state.vectors, state.dim)
             if not (self._writable or self._closed):
                 self._file = view.file  # keep it open; not in a writer, which may be idle for long
-        return row
 
     def erase(self, kept: tuple[float, float] = (0.0, 0.0)) -> None:
         """Erase the items that were removed up to the write of the segment, in batches between

@@ -7,9 +7,10 @@ import sqlite3
 import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kinlens.embedder.errors import GalleryCorruptError
 from kinlens.embedder.sources.names import by_key, spellings
@@ -19,7 +20,7 @@ from kinlens.indexer.catalog.entries import MAX_KEY, is_key
 from kinlens.indexer.catalog.schema import (
     NAMES,
     RESTORE,
-    StateRow,
+    State,
     damaged,
     item_checksums,
     read_state,
@@ -37,7 +38,10 @@ SELECT json_group_array(json_array(id, key, path, hex(sha256), format, attribute
     (SELECT seq FROM state) FROM living WHERE id IN """
 _ITEMS = f"{_ITEM} WHERE id IN (SELECT value FROM json_each(?))"  # noqa: S608 (two constants)
 _BY_KEY = f"{_ITEM} WHERE key IN (SELECT value FROM json_each(?))"  # noqa: S608
-_BY_CONTENT = f"{_ITEM} WHERE sha256 = ? ORDER BY id LIMIT 1"
+_BY_CONTENT = """
+SELECT id, key, path, sha256, format, attributes, living.crc, vectors.crc, vector
+FROM living JOIN vectors USING (id) WHERE sha256 = ? ORDER BY id LIMIT 1
+"""
 _KEPT = """
 SELECT 1 FROM living WHERE sha256 = ? AND format != ?
 UNION ALL SELECT 1 FROM removed WHERE sha256 = ? AND at IS NOT NULL AND format != ? LIMIT 1
@@ -81,40 +85,6 @@ _AS_VARIABLES = 50  # ids up to which separate SQL variables are faster than JSO
 _FROM_ID = "SELECT id FROM living WHERE id > ? ORDER BY id LIMIT ? OFFSET ?"
 
 
-Base = tuple[str | None, int, str | None]
-"""The name of a segment, the `seq` of the state that it was built from, and the file of vectors."""
-
-
-class State(NamedTuple):
-    """The state of a catalogue.
-
-    seq: number of writes so far.
-    size: number of items.
-    segment, segment_seq: the segment, and the write whose items it contains.
-    vectors: the name of the file of vectors; None if the catalogue of an earlier version has them.
-    """
-
-    seq: int
-    size: int
-    segment: str | None
-    segment_seq: int
-    vectors: str | None
-
-    @classmethod
-    def of(cls, row: StateRow) -> "State":
-        """The state in a row of the catalogue."""
-        return cls(*row[:4], *(row.vectors or (None,)))
-
-    def is_before(self, other: "State") -> bool:
-        """Whether `other` follows this state by a write or a compaction."""
-        return self.seq < other.seq or self.segment_seq < other.segment_seq
-
-    @property
-    def base(self) -> "Base":
-        """The segment and its `seq`; the catalogue does not list earlier removals."""
-        return self.segment, self.segment_seq, self.vectors
-
-
 Attributes = Mapping[str, AttributeValue]
 
 Row = tuple[str, Attributes, bytes, bool]
@@ -128,25 +98,34 @@ class CatalogView:
     GalleryCorruptError for damaged rows, and sqlite3.Error.
     """
 
-    __slots__ = ("connection", "file")
+    __slots__ = ("_state", "connection", "file")
 
     def __init__(self, connection: sqlite3.Connection, file: VectorFile | None = None) -> None:
         """`file` contains the vectors; None if an earlier version has them in the catalogue."""
         self.connection = connection
         self.file = file
+        self._state: State | None = None
 
     def state(self) -> State:
-        """The current state."""
-        return State.of(self.state_row())
+        """The state, verified when it is first read."""
+        if self._state is None:
+            state = read_state(self.connection)
+            if state is None or not _is_whole_state(state):
+                raise damaged(self.connection, "its state does not fit its checksum")
+            self._state = state
+        return self._state
 
     @property
     def dim(self) -> int:
         """Length of a vector."""
-        return self.state_row().dim if self.file is None else self.file.dim
+        return self.state().dim
 
     def schema(self) -> Schema:
         """Every attribute that was ever used, with its type."""
-        return self._schema_of(self.state_row())
+        rows = self._all(NAMES)
+        if row_checksum(rows) != self.state().names:
+            raise damaged(self.connection, "the names of attributes do not fit their checksum")
+        return dict(sorted((name, type_) for _, name, type_, _ in rows))
 
     def get(self, ids: Sequence[ItemId] | Ids) -> dict[ItemId, Item]:
         """The items with these ids; unknown ids are omitted."""
@@ -188,20 +167,19 @@ class CatalogView:
             raise damaged(self.connection, f"item {missing[0]} is indexed and has no row")
         return [found[item_id] for item_id in wanted]
 
-    def find(self, keys: Sequence[str]) -> dict[str, ItemId]:
-        """The ids of the items with these keys, in any Unicode form; unknown keys are omitted."""
-        listed = _json_keys(keys)
-        rows = {row[1]: row[0] for row in self._all(_BY_KEY, listed) if self._is_whole(row)}
-        return by_key(keys, rows)
+    def by_key(self, keys: Sequence[str]) -> dict[str, Item]:
+        """The items with these keys, in any Unicode form; unknown keys are omitted."""
+        items = self._items(self._all(_BY_KEY, _json_keys(keys)))
+        return by_key(keys, {item.key: item for item in items})
 
-    def content(self, sha256s: Sequence[str]) -> dict[str, ItemId]:
-        """The lowest id of an item with each of these contents, by sha256; unknown ones omitted."""
-        found: dict[str, ItemId] = {}
+    def vectors_by_content(self, sha256s: Sequence[str]) -> dict[str, NDArray[np.float32]]:
+        """The vector (D,) of the oldest item with each of these contents; unknown ones omitted."""
+        found: dict[str, tuple[int, int, Any]] = {}
         for sha256 in sha256s:
-            for row in self._all(_BY_CONTENT, bytes.fromhex(sha256)):
-                self._is_whole(row)
-                found[sha256] = row[0]
-        return found
+            for *item, crc, vector in self._all(_BY_CONTENT, bytes.fromhex(sha256)):
+                self._check_row(item)
+                found[sha256] = item[0], crc, vector
+        return dict(zip(found, self.verified([*found.values()])[1], strict=True))
 
     def vectors(self, ids: Sequence[ItemId] | Ids) -> Embeddings:
         """The vectors (N, D) of known items, in the given order.
@@ -256,8 +234,8 @@ class CatalogView:
 
     def removed_count(self) -> int:
         """Number of items removed since the segment was built."""
-        row = self.state_row()
-        [(count,)] = self._all("SELECT count(*) FROM removed WHERE seq > ?", row.segment_seq)
+        since = self.state().segment_seq
+        [(count,)] = self._all("SELECT count(*) FROM removed WHERE seq > ?", since)
         return int(count)
 
     def restorable(self, keys: Sequence[str]) -> tuple[list[Item], Embeddings]:
@@ -353,7 +331,7 @@ class CatalogView:
         """The ids of the items whose keys start with `prefix`, ascending."""
         if not is_printable(prefix):  # no key matches; SQLite reads texts only up to a NUL
             return np.empty(0, np.int64)
-        own = [*self.find([prefix]).values()]
+        own = [item.id for item in self.by_key([prefix]).values()]
         found = [
             self._ids("living", ("key",), (start,), (start + _LAST_KEY,))
             for start in spellings(prefix)
@@ -405,22 +383,9 @@ class CatalogView:
 
     def _check_ids(self, count: int, total: int) -> None:
         """Check the number and the sum of ids of all items. Raises: GalleryCorruptError."""
-        row = self.state_row()
-        if (count, total) != (row.size, row.numbers):
-            raise damaged(self.connection, f"{count:,} of {row.size:,} items were found")
-
-    def state_row(self) -> StateRow:
-        """The row of `state`, verified."""
-        row = read_state(self.connection)
-        if row is None or not _is_whole_state(row):
-            raise damaged(self.connection, "its state does not fit its checksum")
-        return row
-
-    def _schema_of(self, row: StateRow) -> Schema:
-        rows = self._all(NAMES)
-        if row_checksum(rows) != row.names:
-            raise damaged(self.connection, "the names of attributes do not fit their checksum")
-        return dict(sorted((name, type_) for _, name, type_, _ in rows))
+        state = self.state()
+        if (count, total) != (state.size, state.numbers):
+            raise damaged(self.connection, f"{count:,} of {state.size:,} items were found")
 
     def _items(self, rows: Sequence[tuple[Any, ...]]) -> list[Item]:
         return [
@@ -434,7 +399,7 @@ class CatalogView:
         """Parse the attributes of rows after verifying their checksums."""
         if not _are_whole(rows):
             for row in rows:
-                self._is_whole(row)  # raises an error that names the damaged one
+                self._check_row(row)
         # Parsing one text takes half the time of parsing many.
         text = ",".join([row[5] for row in rows])
         found: list[dict[str, AttributeValue]] = _DECODE(f"[{text}]")[0]
@@ -442,11 +407,10 @@ class CatalogView:
             return [dict(plain_attributes(own)) for own in found]
         return found
 
-    def _is_whole(self, row: tuple[Any, ...]) -> bool:
-        """Verify the checksum of a row; returns True. Raises: GalleryCorruptError."""
-        if _are_whole([row]):
-            return True
-        raise damaged(self.connection, f"item {row[0]} does not fit its checksum")
+    def _check_row(self, row: Sequence[Any]) -> None:
+        """Verify the checksum of a row. Raises: GalleryCorruptError."""
+        if not _are_whole([row]):
+            raise damaged(self.connection, f"item {row[0]} does not fit its checksum")
 
     def _ids(
         self,
@@ -527,7 +491,7 @@ class CatalogView:
         return ids, vectors
 
 
-def _are_whole(rows: Sequence[tuple[Any, ...]]) -> bool:
+def _are_whole(rows: Sequence[Sequence[Any]]) -> bool:
     """Whether all rows of items fit their checksums."""
     try:
         return item_checksums(rows) == [row[6] for row in rows]
@@ -536,9 +500,9 @@ def _are_whole(rows: Sequence[tuple[Any, ...]]) -> bool:
 
 
 @functools.lru_cache(maxsize=64)
-def _is_whole_state(row: StateRow) -> bool:
-    """Whether a row fits its checksum; cached, since nearly every search reads the same row."""
-    return row.checksum == row.crc
+def _is_whole_state(state: State) -> bool:
+    """Whether a state fits its checksum; cached, since nearly every search reads the same one."""
+    return state.checksum == state.crc
 
 
 def _json_keys(keys: Iterable[str]) -> str:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from kinlens.embedder.errors import GalleryCorruptError
 from kinlens.embedder.types import ItemId
 from kinlens.indexer.catalog.read import CatalogView
-from kinlens.indexer.catalog.schema import NAMES, RESTORE, seal
+from kinlens.indexer.catalog.schema import NAMES, RESTORE
 from kinlens.indexer.catalog.vectors import VectorFile
 from kinlens.indexer.catalog.write import CatalogWriter
 from kinlens.indexer.types import Ids, Progress, find_sorted
@@ -45,7 +45,6 @@ _MARK = "INSERT OR IGNORE INTO items VALUES (?2, '', '', x'', '', '{}', ?1, ?1, 
 _ITEM = "INSERT INTO items VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, NULL, NULL)"
 _VECTOR = "INSERT INTO vectors VALUES (?, ?, NULL)"
 _KNOWN = f"SELECT count(*), coalesce(sum(id), 0) FROM living WHERE {_SOME}"  # noqa: S608
-_GROW = "UPDATE state SET size = size + ?, numbers = numbers + ?"
 
 
 def part_of(view: CatalogView, ids: Ids, since: int, on_item: Progress) -> bytes:
@@ -121,7 +120,6 @@ class Removed:
             some = rows[start : start + _BATCH]
             _delete(writer, [item_id for _, item_id in some])
             writer.connection.executemany(_MARK, some)  # for searches in the index
-        seal(writer.connection)
 
     def _are_forgotten(self, ids: Ids) -> NDArray[np.bool_]:
         if self._live is None:
@@ -142,7 +140,6 @@ def apply_part(writer: CatalogWriter, path: Path, removed: Removed) -> None:
         while rows := cursor.fetchmany(_BATCH):
             skipped = removed.are(np.array([row[0] for row in rows], np.int64))
             _replace(writer, [row for row, skip in zip(rows, skipped, strict=True) if not skip])
-    seal(writer.connection)
 
 
 def finish(
@@ -152,21 +149,19 @@ def finish(
 
     Raises: GalleryCorruptError if the number or the sum of the item ids differs.
     """
-    connection = writer.connection
-    found = connection.execute("SELECT size, numbers FROM state").fetchone()
-    if found != (size, numbers):
+    connection, found = writer.connection, writer.state()
+    if (found.size, found.numbers) != (size, numbers):
         raise GalleryCorruptError(
-            f"The copy would have {found[0]:,} items, but the original has {size:,}. Stop the "
+            f"The copy would have {found.size:,} items, but the original has {size:,}. Stop the "
             "service of the copy, delete its folder and start again."
         )
     connection.execute("DELETE FROM names")
     connection.executemany("INSERT INTO names VALUES (?, ?, ?, ?)", names)
     connection.execute("DELETE FROM sqlite_sequence WHERE name = 'items'")
     connection.execute("INSERT INTO sqlite_sequence VALUES ('items', ?)", (last_given,))
-    connection.execute("UPDATE state SET seq = ?", (seq,))
     writer.file.lengthen(last_given)
     writer.has_written = True
-    seal(connection)
+    writer.seal(seq=seq, has_new_names=True)
 
 
 def _rows(view: CatalogView, ids: Ids, since: int) -> Iterator[tuple[Any, ...]]:
@@ -188,7 +183,7 @@ def _replace(writer: CatalogWriter, rows: Sequence[tuple[Any, ...]]) -> None:
     _delete(writer, [row[0] for row in rows])
     connection.executemany(_ITEM, [row[:9] for row in rows])
     connection.executemany(_VECTOR, [(row[0], row[9]) for row in rows])
-    connection.execute(_GROW, (len(rows), sum(row[0] for row in rows)))
+    writer.grow(len(rows), sum(row[0] for row in rows))
     added = [row for row in rows if row[10] is not None]
     if added:
         data = b"".join(row[10] for row in added)
@@ -202,4 +197,4 @@ def _delete(writer: CatalogWriter, ids: Sequence[ItemId]) -> None:
     count, total = connection.execute(_KNOWN, (listed,)).fetchone()
     connection.execute(f"DELETE FROM items WHERE removed_seq IS NULL AND {_SOME}", (listed,))  # noqa: S608
     connection.execute(f"DELETE FROM vectors WHERE {_SOME}", (listed,))  # noqa: S608
-    connection.execute(_GROW, (-count, -total))
+    writer.grow(-count, -total)

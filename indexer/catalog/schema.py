@@ -111,8 +111,19 @@ _WRITE_CURES = {
 }
 
 
-class StateRow(NamedTuple):
-    """The row of `state`. `vectors` has the name of the file of vectors; () in earlier versions."""
+Base = tuple[str | None, int, str | None]
+"""The name of a segment, the `seq` of the state that it was built from, and the file of vectors."""
+
+
+class State(NamedTuple):
+    """The state of a catalogue: the row of `state`.
+
+    seq: number of writes so far.
+    size: number of items.
+    segment, segment_seq: the segment, and the write whose items it contains.
+    dim: length of a vector.
+    vectors: the name of the file of vectors; None if the catalogue of an earlier version has them.
+    """
 
     seq: int
     size: int
@@ -121,22 +132,32 @@ class StateRow(NamedTuple):
     dim: int
     numbers: int
     names: int
-    vectors: tuple[str, ...]
+    vectors: str | None
     crc: int
 
     @property
     def checksum(self) -> int:
         """The expected value of `crc`."""
-        return row_checksum((*self[:7], *self.vectors))
+        return row_checksum(self[:7] if self.vectors is None else self[:8])
+
+    @property
+    def base(self) -> Base:
+        """The segment and its `seq`; the catalogue does not list earlier removals."""
+        return self.segment, self.segment_seq, self.vectors
+
+    def is_before(self, other: "State") -> bool:
+        """Whether `other` follows this state by a write or a compaction."""
+        return self.seq < other.seq or self.segment_seq < other.segment_seq
 
 
-def read_state(connection: sqlite3.Connection) -> StateRow | None:
+def read_state(connection: sqlite3.Connection) -> State | None:
     """The row of `state`; None if there is none. Raises: sqlite3.Error."""
     row: tuple[Any, ...] | None = connection.execute(_STATE).fetchone()
     if row is None:
         return None
-    _, dim, seq, size, segment, segment_seq, numbers, names, crc, *vectors = row
-    return StateRow(seq, size, segment, segment_seq, dim, numbers, names, (*vectors,), crc)
+    _, dim, seq, size, segment, segment_seq, numbers, names, crc, *rest = row
+    vectors = rest[0] if rest else None
+    return State(seq, size, segment, segment_seq, dim, numbers, names, vectors, crc)
 
 
 SQLITE_ERRORS = (sqlite3.Error, UnicodeDecodeError)
@@ -187,7 +208,7 @@ def item_checksum(
     return checksum
 
 
-def item_checksums(rows: Sequence[tuple[Any, ...]]) -> list[int]:
+def item_checksums(rows: Sequence[Sequence[Any]]) -> list[int]:
     """The checksum of each row that begins with the arguments of `item_checksum`.
 
     Raises: TypeError if a damaged sha256 is not bytes.

@@ -19,10 +19,10 @@ from kinlens.indexer.catalog.entries import (
     learn_types,
     with_stored,
 )
-from kinlens.indexer.catalog.read import CatalogView, State
+from kinlens.indexer.catalog.read import CatalogView
 from kinlens.indexer.catalog.schema import (
     NAMES,
-    StateRow,
+    State,
     item_checksum,
     row_checksum,
     vector_checksum,
@@ -68,25 +68,22 @@ DELETE FROM names WHERE name NOT IN (
 class CatalogWriter(CatalogView):
     """A view that also writes; all changes have the same `seq`. Let exceptions end the block."""
 
-    __slots__ = ("_row", "_seq", "_types", "before_insert", "has_written", "is_used")
+    __slots__ = ("_seq", "_types", "before_insert", "has_written", "is_used")
 
     file: VectorFile
+    _state: State
 
-    def __init__(self, connection: sqlite3.Connection, file: VectorFile, row: StateRow) -> None:
-        """`row`: the state before this write, which is changed here and stored by `_seal`."""
+    def __init__(self, connection: sqlite3.Connection, file: VectorFile, state: State) -> None:
+        """`state`: that before this write, which is changed here and stored by `seal`."""
         super().__init__(connection, file)
+        self._state = state
         self.has_written = False  # into the file of vectors
         self.is_used: Callable[[str], bool] = lambda _: True
         """Whether an item of the state before this write has the attribute."""
         self.before_insert: Callable[[CatalogView, int], None] = lambda *_: None
         """Called with this view and its number of rows of vectors before a write appends some."""
         self._seq: int | None = None
-        self._row = row
-        self._types: dict[str, AttributeType] = {**self._schema_of(row)}
-
-    def state(self) -> State:
-        """The state after the changes of this write so far."""
-        return State.of(self._row)
+        self._types: dict[str, AttributeType] = {**self.schema()}
 
     def add(
         self,
@@ -96,9 +93,7 @@ class CatalogWriter(CatalogView):
     ) -> Written:
         """As `GalleryWriter.add`."""
         vectors = checked_vectors(entries, self.dim)
-        ids = self.find([entry.key for entry in entries])
-        old = self.get([*ids.values()])
-        known = {key: old[item_id] for key, item_id in ids.items()}
+        known = self.by_key([entry.key for entry in entries])
         for item in known.values():
             if within is not None and not within.matches(item.attributes):
                 raise InvalidParameterError(
@@ -115,15 +110,15 @@ class CatalogWriter(CatalogView):
             for n in sorted(same)
             if not _is_equal(known[entries[n].key], entries[n])
         ]
-        replaced = [known[entries[n].key].id for n in new if entries[n].key in known]
+        replaced = [known[entries[n].key] for n in new if entries[n].key in known]
         if new or updated:
             self._learn(types)
-            self._delete([*self.get(replaced).values()])
+            self._delete(replaced)
             added = [entries[n] for n in new]
             self._insert(added, self._as_stored(added, vectors[new]))
             for item, entry in updated:
                 self._set(item, entry.attributes, entry.path, entry.format)
-            self._seal()
+            self.seal()
         return Written(
             added=len(new) - len(replaced),
             replaced=len(replaced),
@@ -135,11 +130,10 @@ class CatalogWriter(CatalogView):
         """As `GalleryWriter.update`."""
         # An empty list removes an attribute, as None does.
         changes = {key: {**dict.fromkeys(own), **as_stored(own)} for key, own in changes.items()}
-        found = self.find([*changes])
-        items = self.get([*found.values()])
+        items = self.by_key([*changes])
         if within is not None:
-            found = {k: n for k, n in found.items() if within.matches(items[n].attributes)}
-        missing = [key for key in changes if key not in found]
+            items = {k: item for k, item in items.items() if within.matches(item.attributes)}
+        missing = [key for key in changes if key not in items]
         if missing:
             raise ItemNotFoundError(f"No item has the key {missing[0]!r:.200}. Add it first.")
         types = self._types_with(
@@ -150,7 +144,7 @@ class CatalogWriter(CatalogView):
         )
         differ = 0
         for key, change in changes.items():
-            item = items[found[key]]
+            item = items[key]
             merged = {**item.attributes, **change}
             attributes = {name: value for name, value in merged.items() if value is not None}
             _check_within(key, attributes, within)
@@ -159,16 +153,11 @@ class CatalogWriter(CatalogView):
                 self._set(item, attributes, item.path, item.format)
                 differ += 1
         if differ:
-            self._seal()
+            self.seal()
         return differ
 
-    def remove(self, ids: Sequence[ItemId] | Ids) -> int:
-        """Remove items with their attributes and vectors; unknown ids are not counted."""
-        return self.remove_items([*self.get(ids).values()])
-
-    def remove_items(self, items: Sequence[Item]) -> int:
+    def remove(self, items: Sequence[Item]) -> int:
         """Remove items read by this writer; returns the number. `restore` can bring them back."""
-        # Checksums are not verified: damaged items must be removable.
         self._delete(items, at=int(time.time()))
         return len(items)
 
@@ -185,8 +174,8 @@ class CatalogWriter(CatalogView):
             self._many(
                 "UPDATE items SET removed_at = NULL WHERE id = ?", [(item.id,) for item in items]
             )
-            self._seal()
-        return [*self.get([*self.find([item.key for item in items]).values()]).values()]
+            self.seal()
+        return [*self.by_key([item.key for item in items]).values()]
 
     def _as_stored(self, entries: Sequence[Entry], vectors: Embeddings) -> Embeddings:
         """The vectors (N, D) of new entries, with one vector for each image.
@@ -194,8 +183,7 @@ class CatalogWriter(CatalogView):
         A model rounds differently in batches of other sizes, and only images with equal vectors
         are one candidate of the index.
         """
-        found = self.content([entry.sha256 for entry in entries])
-        known = dict(zip(found, self.vectors([*found.values()]), strict=True))
+        known = self.vectors_by_content([entry.sha256 for entry in entries])
         for vector, entry in zip(vectors, entries, strict=True):
             stored = known.setdefault(entry.sha256, vector)
             if are_equal(vector, stored, self.file.type):
@@ -224,27 +212,27 @@ class CatalogWriter(CatalogView):
         if items:
             seq = self._next_seq()
             self._many(_REMOVE, [(seq, at, item.id) for item in items])
-            self._grow(-len(items), -sum(item.id for item in items))
-            self._seal()
+            self.grow(-len(items), -sum(item.id for item in items))
+            self.seal()
 
     def retype(self, items: Iterable[Item], name: str, type_: AttributeType) -> None:
         """Give an attribute another type; `items` are all that have it, with their new values."""
         self._learn({name: type_})
         for item in items:
             self._set(item, item.attributes, item.path, item.format)
-        self._seal()
+        self.seal()
 
     def forget(self, name: str) -> None:
         """Delete the name and type of an attribute that no item has."""
         self._next_seq()
         self.connection.execute("DELETE FROM names WHERE name = ?", (name,))
-        self._seal(has_new_names=True)
+        self.seal(has_new_names=True)
 
     def forget_unused_names(self) -> None:
         """Delete attribute names that no item has, and their types. Reads every item."""
         self._next_seq()
         self.connection.execute(_FORGET_UNUSED)
-        self._seal(has_new_names=True)
+        self.seal(has_new_names=True)
 
     def adopt_segment(self, name: str | None, seq: int, file: VectorFile | None = None) -> None:
         """Switch to the segment `name`, which contains the items of the write `seq`.
@@ -257,7 +245,7 @@ class CatalogWriter(CatalogView):
 
         Raises: InvalidParameterError if `seq` is before the current segment or in the future.
         """
-        state = self._row
+        state = self._state
         if not state.segment_seq <= seq <= state.seq:
             raise InvalidParameterError(
                 f"Segment {name} is of state {seq}, the catalogue is between {state.segment_seq} "
@@ -265,8 +253,8 @@ class CatalogWriter(CatalogView):
             )
         if file is not None:
             self._move_vectors(file)
-        self._row = self._row._replace(segment=name, segment_seq=seq)
-        self._seal()
+        self._state = self._state._replace(segment=name, segment_seq=seq)
+        self.seal()
 
     def erase(self, ids: Ids) -> None:
         """Delete the rows of some of the items `erasable` (N,). This is not counted as a write."""
@@ -292,7 +280,7 @@ class CatalogWriter(CatalogView):
             [(n, vector_checksum(n, vector.tobytes())) for n, vector in enumerate(vectors, first)],
         )
         total = sum(item_id for item_id, _ in with_ids)
-        self._grow(len(entries), total)
+        self.grow(len(entries), total)
 
     def _set(self, item: Item, attributes: Attributes, path: str, format_: str) -> None:
         text = _attributes_text(attributes)
@@ -318,26 +306,28 @@ class CatalogWriter(CatalogView):
             self._next_seq()
             self._many(_SET_TYPE, new.items())
             self._types |= new
-            self._seal(has_new_names=True)
+            self.seal(has_new_names=True)
 
     def _next_seq(self) -> int:
         """The number of this write; incremented once, at its first change."""
         if self._seq is None:
-            self._seq = self._row.seq + 1
-            self._row = self._row._replace(seq=self._seq)
+            self._seq = self._state.seq + 1
+            self._state = self._state._replace(seq=self._seq)
         return self._seq
 
-    def _grow(self, count: int, total: int) -> None:
+    def grow(self, count: int, total: int) -> None:
         """Count `count` more items, whose ids have the sum `total`."""
-        row = self._row
-        self._row = row._replace(size=row.size + count, numbers=row.numbers + total)
+        state = self._state
+        self._state = state._replace(size=state.size + count, numbers=state.numbers + total)
 
-    def _seal(self, has_new_names: bool = False) -> None:
-        """Store the state, with its checksums."""
+    def seal(self, *, seq: int | None = None, has_new_names: bool = False) -> None:
+        """Store the state, with its checksums; as that after the write `seq`, if it is given."""
+        if seq is not None:
+            self._state = self._state._replace(seq=seq)
         if has_new_names:
-            self._row = self._row._replace(names=row_checksum(self._all(NAMES)))
-        *columns, [vectors], _ = self._row
-        self.connection.execute(_SET_STATE, (*columns, vectors, self._row.checksum))
+            self._state = self._state._replace(names=row_checksum(self._all(NAMES)))
+        self._state = self._state._replace(crc=self._state.checksum)
+        self.connection.execute(_SET_STATE, self._state)
 
     def _move_vectors(self, file: VectorFile) -> None:
         """Append later vectors to `file` and make it the file of this catalogue."""
@@ -347,7 +337,7 @@ class CatalogWriter(CatalogView):
             last = rows[-1][0]
         file.lengthen(self.last_given())
         file.sync()
-        self._row = self._row._replace(vectors=(file.name,))
+        self._state = self._state._replace(vectors=file.name)
 
     def _many(self, sql: str, rows: Iterable[tuple[Any, ...]]) -> None:
         self.connection.executemany(sql, rows)

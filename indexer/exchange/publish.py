@@ -214,7 +214,7 @@ class _Publication:
     def _publish(
         self, view: CatalogView, folder: Path | None, last_id: int, started: float
     ) -> PublishReport:
-        row, last, generation = view.state_row(), self._last, self._generation
+        row, last, generation = view.state(), self._last, self._generation
         segment = None if folder is None else read_segment_manifest(folder)
         if view.file is None or (segment is not None and segment.vectors is None):
             raise GalleryError(

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kinlens.indexer.bits import Bits, count_of, first_positions
-from kinlens.indexer.catalog.read import State
+from kinlens.indexer.catalog.schema import State
 from kinlens.indexer.columns.columns import CHUNK, Chosen, Chunk, Column, Columns
 from kinlens.indexer.columns.match import (
     Matcher,

@@ -28,7 +28,8 @@ from pydantic import BaseModel
 from kinlens.embedder.durable import lock_folder, make_folder, rename, staged, sync_tree
 from kinlens.embedder.errors import GalleryCorruptError, GalleryError, GalleryNotFoundError
 from kinlens.indexer.catalog.database import Catalog, catalog_view
-from kinlens.indexer.catalog.read import CatalogView, State
+from kinlens.indexer.catalog.read import CatalogView
+from kinlens.indexer.catalog.schema import State
 from kinlens.indexer.catalog.vectors import VECTORS
 from kinlens.indexer.columns.checkpoint import copy_columns
 from kinlens.indexer.folder.layout import GOLDEN, GalleryFolder, disk_errors_explained

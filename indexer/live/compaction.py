@@ -37,7 +37,8 @@ from kinlens.embedder.errors import (
     KinlensError,
 )
 from kinlens.indexer.catalog.database import Catalog, catalog_view
-from kinlens.indexer.catalog.read import CatalogView, State
+from kinlens.indexer.catalog.read import CatalogView
+from kinlens.indexer.catalog.schema import State
 from kinlens.indexer.catalog.vectors import VECTORS, VectorFile
 from kinlens.indexer.columns.checkpoint import collect_columns, load_columns, store_columns
 from kinlens.indexer.columns.columns import COLUMN_BYTES
@@ -63,15 +64,6 @@ _LOCK = "COMPACT"
 
 MAX_REMOVED_ROWS = 1 / 3
 """Share of vector rows of items that cannot be restored above which the file is rewritten."""
-
-MAX_DEAD = 0.2
-"""Share of removed items in a segment above which a compaction is due."""
-
-_SMALL_DELTA = 10_000
-_LARGE_DELTA = 100_000
-_DELTA_PART = 0.1
-_DELTA_BYTES = 32 * 2**20  # every query is compared with all vectors of the delta
-_FULL = 8  # the full delta, as a multiple of the one that makes a compaction due
 
 KEEP_REMOVED_S = 86_400.0
 """How long background compactions keep removed items, so that a removal can be undone."""
@@ -107,29 +99,6 @@ class CompactReport(Report, BaseModel, frozen=True):
                 f"Index {made.kind} of {made.size:,} items in {self.elapsed_s:.1f} s, "
                 f"recall@10 {made.recall:.4f} (target {made.target_recall})."
             )
-
-
-def due(segment_size: int, tombstones: int, delta: int, dim: int) -> str | None:
-    """Why a compaction is due: 20 % of the segment removed, or a large delta. None if not due.
-
-    `delta` counts items added since, including removed ones, which stay in memory.
-    """
-    if segment_size and tombstones >= MAX_DEAD * segment_size:
-        return f"{tombstones:,} of the {segment_size:,} items of the segment have been removed"
-    limit = _delta_limit(segment_size, dim)
-    if delta >= limit:
-        return f"{delta:,} items were added after the segment, the limit is {limit:,}"
-    return None
-
-
-def full_delta(segment_size: int, dim: int) -> int:
-    """The number of items added after a segment of this size above which writers have to wait."""
-    return _FULL * _delta_limit(segment_size, dim)
-
-
-def _delta_limit(segment_size: int, dim: int) -> int:
-    limit = min(max(int(_DELTA_PART * segment_size), _SMALL_DELTA), _LARGE_DELTA)
-    return min(limit, _DELTA_BYTES // (4 * dim))
 
 
 def compact(

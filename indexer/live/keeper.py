@@ -13,7 +13,8 @@ from typing import NamedTuple
 from kinlens.embedder.durable import lock_folder
 from kinlens.embedder.errors import GalleryCorruptError, GalleryError
 from kinlens.indexer.catalog.database import Catalog
-from kinlens.indexer.catalog.read import Base, CatalogView, State
+from kinlens.indexer.catalog.read import CatalogView
+from kinlens.indexer.catalog.schema import Base, State
 from kinlens.indexer.columns.checkpoint import columns_at, store_columns, stored_columns
 from kinlens.indexer.columns.columns import Columns
 from kinlens.indexer.index.segment import COPY_S, SEGMENTS, Segment

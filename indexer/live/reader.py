@@ -23,8 +23,8 @@ from kinlens.indexer.images import ItemImage, item_image
 from kinlens.indexer.live.compaction import CATALOG
 from kinlens.indexer.live.facets import facts_of
 from kinlens.indexer.live.keeper import SnapshotKeeper
-from kinlens.indexer.live.search import Searcher, ids_of_keys
-from kinlens.indexer.types import AttributeFacts, Entry, Ids, Item, Page, SortBy, no_item
+from kinlens.indexer.live.search import Searcher
+from kinlens.indexer.types import AttributeFacts, Entry, Ids, Item, Page, SortBy, no_item, no_key
 from kinlens.values import Scalar
 
 _PAGE = 1000
@@ -74,9 +74,7 @@ class GalleryReader(Searcher):
 
     def stored(self, keys: Sequence[str]) -> dict[str, Item]:
         with self._catalog.reading() as view:
-            ids = view.find(keys)
-            items = view.get(list(ids.values()))
-        return {key: items[item_id] for key, item_id in ids.items()}
+            return view.by_key(keys)
 
     def page(
         self,
@@ -131,7 +129,7 @@ class GalleryReader(Searcher):
 
     def contents(self, sha256s: Sequence[str]) -> set[str]:
         with self._catalog.reading() as view:
-            return set(view.content(sha256s))
+            return {*view.vectors_by_content(sha256s)}
 
     def items(self) -> Iterator[Item]:
         with self._own_view() as view:
@@ -139,8 +137,12 @@ class GalleryReader(Searcher):
 
     def entries(self, keys: Sequence[str]) -> list[Entry]:
         with self._catalog.reading() as view:
-            ids = ids_of_keys(view, keys)
-            return as_entries(view.known(ids), view.vectors(ids))
+            found = view.by_key(keys)
+            for key in keys:
+                if key not in found:
+                    raise ItemNotFoundError(no_key(key))
+            items = [found[key] for key in keys]
+            return as_entries(items, view.vectors([item.id for item in items]))
 
     def scan(self, batch_size: int = _PAGE) -> Iterator[list[Entry]]:
         with self._own_view() as view:
@@ -228,9 +230,7 @@ class GalleryReader(Searcher):
 
     def vectors_of_contents(self, sha256s: Sequence[str]) -> dict[str, NDArray[np.float32]]:
         with self._catalog.reading() as view:
-            ids = view.content(sha256s)
-            vectors = view.vectors(list(ids.values()))
-        return dict(zip(ids, vectors, strict=True))
+            return view.vectors_by_content(sha256s)
 
     def has_removed(self) -> bool:
         """Whether any removed item can be restored."""

@@ -6,10 +6,10 @@ from functools import partial
 
 import numpy as np
 
-from kinlens.embedder.errors import GalleryCorruptError, InvalidParameterError, ItemNotFoundError
+from kinlens.embedder.errors import GalleryCorruptError, InvalidParameterError
 from kinlens.embedder.types import Embeddings, Hit, ItemId
 from kinlens.indexer.bits import Bits
-from kinlens.indexer.catalog.read import CatalogView, Row
+from kinlens.indexer.catalog.read import Row
 from kinlens.indexer.columns.columns import Chosen
 from kinlens.indexer.filters.text import Where, as_filter
 from kinlens.indexer.filters.tree import Filter, check_attribute, check_boosted, check_grouped
@@ -37,7 +37,6 @@ from kinlens.indexer.types import (
     SearchOptions,
     VectorStore,
     no_checkpoint,
-    no_key,
 )
 from kinlens.values import Scalar
 
@@ -250,15 +249,6 @@ def _plain_hits(
     return [
         [Hit(i, known[i][0], score, known[i][1], known[i][3]) for i, score in row] for row in shown
     ]
-
-
-def ids_of_keys(view: CatalogView, keys: Sequence[str]) -> list[ItemId]:
-    """The ids of items, in the order of their keys. Raises: ItemNotFoundError."""
-    found = view.find(keys)
-    for key in keys:
-        if key not in found:
-            raise ItemNotFoundError(no_key(key))
-    return [found[key] for key in keys]
 
 
 def _nearest(

@@ -18,7 +18,8 @@ from kinlens.embedder.errors import GalleryCorruptError
 from kinlens.embedder.types import Embeddings
 from kinlens.indexer.bits import Bits, bits_from, count_of, empty_bits, has_bits, put_bits
 from kinlens.indexer.catalog.earlier import StoredVectors, vectors_in_memory
-from kinlens.indexer.catalog.read import Base, CatalogView, State
+from kinlens.indexer.catalog.read import CatalogView
+from kinlens.indexer.catalog.schema import Base, State
 from kinlens.indexer.columns.columns import Columns
 from kinlens.indexer.index.copies import Copies, by_owner
 from kinlens.indexer.index.faiss import SegmentIndex, range_search

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from kinlens.embedder.durable import stamp, write_whole
 from kinlens.embedder.errors import GalleryCorruptError, KinlensError
-from kinlens.indexer.catalog.read import CatalogView, State
-from kinlens.indexer.catalog.schema import SCHEMA_VERSION, schema_version
+from kinlens.indexer.catalog.read import CatalogView
+from kinlens.indexer.catalog.schema import SCHEMA_VERSION, State, schema_version
 from kinlens.indexer.columns.checkpoint import MANY
 from kinlens.indexer.folder.layout import disk_errors_explained
 from kinlens.indexer.folder.manifest import PRECISIONS, GalleryFacts
@@ -21,10 +21,16 @@ from kinlens.indexer.live.compaction import (
     CompactReport,
     collect,
     compact,
-    due,
 )
 from kinlens.indexer.live.reader import GalleryReader
 from kinlens.indexer.types import IndexLocation, Progress
+
+_MAX_DEAD = 0.2  # share of removed items in a segment above which a compaction is due
+_SMALL_DELTA = 10_000
+_LARGE_DELTA = 100_000
+_DELTA_PART = 0.1
+_DELTA_BYTES = 32 * 2**20  # every query is compared with all vectors of the delta
+_FULL = 8  # the full delta, as a multiple of the one that makes a compaction due
 
 
 class GalleryUpkeep(GalleryReader):
@@ -224,7 +230,13 @@ class GalleryUpkeep(GalleryReader):
         else:  # not counted: each item that was added has a row
             added = view.file.row_ids.rows_up_to(view.last_given()) - manifest.size
             removed = size + added - state.size
-        return due(size, removed, state.size - size + removed, view.dim)
+        if size and removed >= _MAX_DEAD * size:
+            return f"{removed:,} of the {size:,} items of the segment have been removed"
+        # Including removed ones, which stay in memory.
+        delta, limit = state.size - size + removed, _delta_limit(size, view.dim)
+        if delta >= limit:
+            return f"{delta:,} items were added after the segment, the limit is {limit:,}"
+        return None
 
     def _segment_of(self, state: State) -> SegmentManifest | None:
         """The manifest of the segment of a state; None without one. Raises: GalleryCorruptError."""
@@ -240,3 +252,13 @@ class GalleryUpkeep(GalleryReader):
 
     def _version_at(self, seq: int) -> str:
         return hashlib.sha256(f"{self.manifest.uid}:{seq}".encode()).hexdigest()
+
+
+def full_delta(segment_size: int, dim: int) -> int:
+    """The number of items added after a segment of this size above which writers have to wait."""
+    return _FULL * _delta_limit(segment_size, dim)
+
+
+def _delta_limit(segment_size: int, dim: int) -> int:
+    limit = min(max(int(_DELTA_PART * segment_size), _SMALL_DELTA), _LARGE_DELTA)
+    return min(limit, _DELTA_BYTES // (4 * dim))

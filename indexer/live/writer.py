@@ -26,8 +26,8 @@ from kinlens.indexer.catalog.write import CatalogWriter
 from kinlens.indexer.columns.checkpoint import collect_columns
 from kinlens.indexer.filters.text import Where, as_filter
 from kinlens.indexer.filters.tree import Exists, Filter
-from kinlens.indexer.live.compaction import CATALOG, KEEP_REMOVED_S, full_delta
-from kinlens.indexer.live.upkeep import GalleryUpkeep
+from kinlens.indexer.live.compaction import CATALOG, KEEP_REMOVED_S
+from kinlens.indexer.live.upkeep import GalleryUpkeep, full_delta
 from kinlens.indexer.types import Entry, Ids, Item, Progress, Written
 from kinlens.values import AttributeType, AttributeValue, values_in
 
@@ -91,7 +91,7 @@ class GalleryWriter(GalleryUpkeep):
                     f"Nothing was removed: none of the {len(keep):,} items to keep, such as "
                     f"{keep[0]!r:.200}, is in the gallery any more. Look for duplicates again."
                 )
-            return writer.remove_items(_found(writer, keys, within))
+            return writer.remove(_found(writer, keys, within))
 
     def restore(self, keys: Iterable[str], within: Where | None = None) -> list[Item]:
         """Undo the removal of items by key, in one transaction. They get new ids.
@@ -107,7 +107,7 @@ class GalleryWriter(GalleryUpkeep):
     def remove_items(self, ids: Iterable[ItemId], within: Where | None = None) -> int:
         ids = [item_id for item_id in ids if 0 <= item_id < 2**63]
         with self._writing() as writer:
-            return writer.remove_items(_matching(writer.get(ids).values(), within))
+            return writer.remove(_matching(writer.get(ids).values(), within))
 
     def update_where(
         self, where: Where, change: Mapping[str, AttributeValue | None], within: Where | None = None
@@ -121,7 +121,7 @@ class GalleryWriter(GalleryUpkeep):
         )
 
     def remove_where(self, where: Where) -> int:
-        return self._in_batches(where, "removed", CatalogWriter.remove_items)
+        return self._in_batches(where, "removed", CatalogWriter.remove)
 
     def drop_attribute(self, name: str, on_item: Progress = lambda _: None) -> int:
         """Remove an attribute from every item, and forget its type; returns the number of items.
@@ -255,7 +255,8 @@ class GalleryWriter(GalleryUpkeep):
     def _writing(self) -> Iterator[CatalogWriter]:
         if not self._close.alive:
             raise GalleryError(f"The gallery {self._folder.path} is closed. Open it again.")
-        with self._folder.writing(self.generation), self._writable.writing() as writer:
+        generation = self.generation_folder.name
+        with self._folder.writing(generation), self._writable.writing() as writer:
             writer.is_used = lambda name: bool(len(self._ids_of(Exists(name))))
             if self.when_full != "grow":
                 writer.before_insert = self._check_delta
@@ -299,4 +300,5 @@ def _matching(items: Iterable[Item], within: Where | None) -> list[Item]:
 
 def _found(writer: CatalogWriter, keys: Sequence[str], within: Where | None) -> list[Item]:
     """The items with these keys that match the filter."""
-    return _matching(writer.get([*writer.find(keys).values()]).values(), within)
+    found = {item.id: item for item in writer.by_key(keys).values()}  # two keys may spell one
+    return _matching(found.values(), within)

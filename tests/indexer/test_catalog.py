@@ -100,13 +100,9 @@ def test_a_wrong_attribute_is_named_and_nothing_is_written(gallery: Gallery) -> 
     assert (gallery.version, gallery.schema(), [*gallery.items()]) == before
 
 
-@pytest.mark.parametrize(
-    ("content", "statements"),
-    [("second", 8), ("first", 9)],
-    ids=["eight for new content", "nine for content that another item has"],
-)
-def test_one_add_takes_eight_or_nine_statements_besides_the_transaction(
-    tmp_path, monkeypatch, content: str, statements: int
+@pytest.mark.parametrize("content", ["first", "second"], ids=["that another item has", "new"])
+def test_one_add_takes_eight_statements_besides_the_transaction(
+    tmp_path, monkeypatch, content: str
 ) -> None:
     seen: list[str] = []
 
@@ -125,11 +121,11 @@ def test_one_add_takes_eight_or_nine_statements_besides_the_transaction(
         gallery.add([entry("second", UNIT, {"a": 2}, content)])
         end = seen.index("COMMIT")  # the reads that follow are those of the next search
         assert seen[0] == "BEGIN IMMEDIATE"
-        assert end - 1 == statements, seen
+        assert end - 1 <= 8, seen
         assert gallery.size == 2
 
 
-def test_one_add_passes_no_more_than_fifteen_modules_of_the_indexer(gallery: Gallery) -> None:
+def test_one_add_passes_no_more_than_twelve_modules_of_the_indexer(gallery: Gallery) -> None:
     """Those of the write alone; after the commit, the snapshot for the next search advances."""
     gallery.add([entry("first", UNIT, {"a": 1})])
     modules: set[str] = set()
@@ -151,7 +147,7 @@ def test_one_add_passes_no_more_than_fifteen_modules_of_the_indexer(gallery: Gal
         finally:
             sys.setprofile(None)
     assert is_over
-    assert len(modules) <= 15, " ".join(sorted(modules))
+    assert len(modules) <= 12, " ".join(sorted(modules))
 
 
 def test_a_prefix_is_compared_letter_by_letter_also_at_the_ends_of_unicode(gallery) -> None:

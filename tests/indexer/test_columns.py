@@ -149,7 +149,7 @@ def test_a_changed_attribute_writes_nothing_of_an_index_and_makes_no_compaction_
     folder = segment_of(gallery.path)
     before = {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
     assert "columns.bin" not in before
-    monkeypatch.setattr("kinlens.indexer.live.compaction._SMALL_DELTA", 100)
+    monkeypatch.setattr("kinlens.indexer.live.upkeep._SMALL_DELTA", 100)
     gallery.update({f"k{n}": {"price": n + 0.5} for n in range(3000)})
     assert gallery.needs_compaction() is None
     assert gallery.page(0, 1, "price > 2000").total == 1000

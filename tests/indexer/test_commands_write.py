@@ -13,7 +13,6 @@ import pytest
 from kinlens.indexer.filters.tree import Equals
 from kinlens.indexer.galleries import current_generation
 from kinlens.indexer.gallery import Gallery
-from kinlens.indexer.live import compaction
 from tests.indexer.conftest import (
     Run,
     failure,
@@ -93,7 +92,7 @@ def test_a_list_is_added_with_the_types_that_the_gallery_knows(run, shop, out) -
 def test_add_makes_a_new_index_when_it_is_due_unless_told_not_to(
     run, built, shop, monkeypatch
 ) -> None:
-    monkeypatch.setattr(compaction, "_SMALL_DELTA", 2)
+    monkeypatch.setattr("kinlens.indexer.live.upkeep._SMALL_DELTA", 2)
     for number in range(4):
         (shop / f"new{number}.png").write_bytes(encoded(photo(100 + number)))
     left = run("add", built, shop, "--bundle", "b", "--no-compact")
@@ -108,7 +107,7 @@ def test_an_upkeep_that_fails_does_not_make_a_change_look_failed(
     run, built, shop, monkeypatch
 ) -> None:
     (shop / "new.png").write_bytes(encoded(photo(100)))
-    monkeypatch.setattr(compaction, "_SMALL_DELTA", 1)
+    monkeypatch.setattr("kinlens.indexer.live.upkeep._SMALL_DELTA", 1)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
     for arguments in (
         ("add", built, shop, "--bundle", "b"),

@@ -346,7 +346,7 @@ def test_one_gallery_is_compacted_in_the_background_at_a_time(tmp_path, monkeypa
         return original(generation, *arguments, **options)
 
     monkeypatch.setattr("kinlens.indexer.live.upkeep.compact", held)
-    monkeypatch.setattr(compaction, "_SMALL_DELTA", 1)
+    monkeypatch.setattr("kinlens.indexer.live.upkeep._SMALL_DELTA", 1)
     monkeypatch.setattr(compaction, "_TURN_S", 0.01)
     with contextlib.ExitStack() as stack:
         galleries = []
@@ -400,7 +400,7 @@ def test_a_writer_compacts_a_full_delta_once_and_continues(
     gallery: Gallery, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It counts what other writers have added, and waits for a compaction that runs already."""
-    monkeypatch.setattr(compaction, "_SMALL_DELTA", 1)
+    monkeypatch.setattr("kinlens.indexer.live.upkeep._SMALL_DELTA", 1)
     compacted: list[str] = []
     with (
         faults(lambda step: compacted.extend([step] * (step == "adopt: after commit"))),
@@ -432,7 +432,7 @@ def test_a_writer_compacts_a_full_delta_once_and_continues(
 def test_a_gallery_that_refuses_writers_compacts_for_them_soon(
     gallery: Gallery, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compaction, "_SMALL_DELTA", 1)
+    monkeypatch.setattr("kinlens.indexer.live.upkeep._SMALL_DELTA", 1)
     gallery.when_full = "refuse"
     gallery.add(entries(range(20)))
     assert len(keys(gallery)) == 20
@@ -468,7 +468,7 @@ def test_closing_does_not_wait_for_a_compaction(gallery, monkeypatch) -> None:
         release.wait()
 
     monkeypatch.setattr("kinlens.indexer.live.upkeep.compact", endless)
-    monkeypatch.setattr(compaction, "_SMALL_DELTA", 50)
+    monkeypatch.setattr("kinlens.indexer.live.upkeep._SMALL_DELTA", 50)
     monkeypatch.setattr(compaction, "_CLOSE_S", 0.01)
     gallery.add(entries(range(100)))
     background = gallery.compact_in_background()

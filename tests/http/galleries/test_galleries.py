@@ -14,7 +14,6 @@ from kinlens.embedder.fake import FakeEmbedder
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.ingest.build import build_gallery
 from kinlens.indexer.ingest.sources import folder_source
-from kinlens.indexer.live import compaction
 from kinlens.service.runtime import Runtime
 from kinlens.service.settings import Settings
 from tests.embedder.bundles import write_full_bundle
@@ -168,7 +167,7 @@ def test_galleries_of_the_settings_and_managed_ones_are_compacted_after_writes(t
 def test_photos_that_are_replaced_for_ever_fill_no_gallery_of_the_settings(
     tmp_path, monkeypatch
 ) -> None:
-    monkeypatch.setattr(compaction, "_SMALL_DELTA", 2)
+    monkeypatch.setattr("kinlens.indexer.live.upkeep._SMALL_DELTA", 2)
     make_gallery(tmp_path / "given", "given", count=2)
     given = (f"given={tmp_path / 'given'}",)
     with closing(start_shop(tmp_path / "state", create=False, galleries=given)) as shop:
@@ -188,7 +187,7 @@ def put_when_there_is_space(shop: Shop, image: Any) -> None:
 
 def test_a_start_rewrites_no_gallery_of_the_settings_that_is_due(tmp_path, monkeypatch) -> None:
     """It becomes smaller once something is written, however little."""
-    monkeypatch.setattr(compaction, "_SMALL_DELTA", 2)
+    monkeypatch.setattr("kinlens.indexer.live.upkeep._SMALL_DELTA", 2)
     folders = {"given": tmp_path / "given", "made": tmp_path / "state" / "galleries" / "made"}
     for name, folder in folders.items():
         make_gallery(folder, name, count=20)
@@ -209,7 +208,7 @@ def test_a_start_rewrites_no_gallery_of_the_settings_that_is_due(tmp_path, monke
 def test_a_gallery_of_the_settings_that_was_full_at_the_start_takes_items_again(
     tmp_path, monkeypatch
 ) -> None:
-    monkeypatch.setattr(compaction, "_SMALL_DELTA", 2)
+    monkeypatch.setattr("kinlens.indexer.live.upkeep._SMALL_DELTA", 2)
     make_gallery(tmp_path / "given", "given", count=20)
     given = (f"given={tmp_path / 'given'}",)
     with closing(start_shop(tmp_path / "state", create=False, galleries=given)) as shop:

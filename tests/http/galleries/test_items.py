@@ -361,7 +361,7 @@ def test_a_write_is_refused_during_a_replacement_and_goes_into_it_afterwards(sho
 def test_new_items_are_429_while_the_delta_is_full_and_other_changes_go_on(
     shop, data, model, monkeypatch
 ) -> None:
-    monkeypatch.setattr(compaction, "_SMALL_DELTA", 1)
+    monkeypatch.setattr("kinlens.indexer.live.upkeep._SMALL_DELTA", 1)
     stored = {f"k{n}": data[n % 4] for n in range(8)}
     with compaction.compaction_lock(generation_of(shop.folder), wait=False):  # so none can begin
         assert shop.put(stored)["added"] == 8

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from kinlens.embedder.durable import discard
 from kinlens.embedder.errors import GalleryNotFoundError, GalleryWriteError
-from kinlens.indexer.addresses import ImageRoot
 from kinlens.indexer.catalog.database import catalog_view
 from kinlens.indexer.catalog.entries import Retypable as Retypable
 from kinlens.indexer.catalog.entries import check_key, learn_types
@@ -27,34 +26,7 @@ from kinlens.indexer.live.backup import restore_backup as restore_backup
 from kinlens.indexer.live.backup import write_backup as write_backup
 from kinlens.indexer.live.compaction import CATALOG
 from kinlens.indexer.live.compaction import KEEP_REMOVED_S as KEEP_REMOVED_S
-from kinlens.indexer.types import Consistency, OnCall, milvus_address, unobserved
 from kinlens.values import AttributeType, AttributeValue
-
-
-def open_remote(
-    address: str,
-    *,
-    image_root: ImageRoot | str | None = None,
-    token: str = "",
-    timeout_s: float = 10.0,
-    consistency: Consistency = "Strong",
-    on_call: OnCall = unobserved,
-) -> MilvusStore:
-    """Open the gallery at milvus://HOST:PORT/NAME. `on_call` is called after each server request.
-
-    Raises: InvalidParameterError; EngineUnavailableError, also if kinlens[milvus] is not installed;
-        GalleryNotFoundError, GalleryCorruptError.
-    """
-    uri, name = milvus_address(address)
-    return MilvusStore.open(
-        uri,
-        name,
-        image_root=image_root,
-        token=token,
-        timeout_s=timeout_s,
-        consistency=consistency,
-        on_call=on_call,
-    )
 
 
 def stored_contents(folder: Path | str, sha256s: Sequence[str]) -> set[str]:

@@ -516,36 +516,6 @@ class VectorStore(Protocol):
         Raises: InvalidParameterError, FilterError.
         """
 
-    def search_like(
-        self,
-        liked: Sequence[str],
-        disliked: Sequence[str],
-        k: int,
-        options: SearchOptions | None = None,
-    ) -> list[Hit]:
-        """The `k` items most similar to the liked items and least similar to the disliked ones.
-
-        `liked` and `disliked` are keys; these items are not returned.
-
-        Raises: ItemNotFoundError, InvalidParameterError.
-        """
-        options = options or SearchOptions()
-        query, chosen = self.query_like(liked, disliked)
-        [hits] = self.search(query, k, replace(options, exclude=options.exclude | chosen))
-        return hits
-
-    def query_like(
-        self, liked: Sequence[str], disliked: Sequence[str]
-    ) -> tuple[Embeddings, frozenset[ItemId]]:
-        """The query (1, D) of `search_like`, and the ids of the liked and disliked items.
-
-        Raises: ItemNotFoundError, InvalidParameterError.
-        """
-        keys = [*liked, *disliked]
-        vectors = np.array([entry.vector for entry in self.entries(keys)])
-        query = combined_query(vectors[: len(liked)], vectors[len(liked) :])
-        return query[np.newaxis], frozenset(item.id for item in self.stored(keys).values())
-
     def facets(
         self,
         names: Sequence[str],

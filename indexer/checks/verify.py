@@ -12,7 +12,7 @@ from kinlens.embedder.errors import GalleryCorruptError, ImageError, SourceError
 from kinlens.embedder.session import Embedder, fitted
 from kinlens.embedder.types import SHORT, Embeddings
 from kinlens.indexer.addresses import ImageRoot
-from kinlens.indexer.catalog.database import Catalog, catalog_view
+from kinlens.indexer.catalog.database import catalog_view
 from kinlens.indexer.catalog.entries import normalised, norms_of
 from kinlens.indexer.catalog.read import CatalogView
 from kinlens.indexer.columns.checkpoint import load_columns
@@ -20,8 +20,7 @@ from kinlens.indexer.folder.layout import GalleryFolder
 from kinlens.indexer.folder.manifest import read_manifest
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.images import source_bytes
-from kinlens.indexer.index.segment import SEGMENTS
-from kinlens.indexer.live.compaction import CATALOG
+from kinlens.indexer.live.compaction import CATALOG, with_state
 from kinlens.indexer.live.keeper import open_segment
 from kinlens.indexer.live.ranking import check_search
 from kinlens.indexer.types import SAME_SCORE, Ids, Item, Progress, Scores, SearchOptions
@@ -50,25 +49,14 @@ def check_files(path: Path | str) -> None:
     Raises: GalleryCorruptError.
     """
     generation = GalleryFolder(path).current()
-    with contextlib.closing(Catalog.open(generation / CATALOG)) as catalog:
-        with catalog.reading() as view:
-            view.check()
-        missing: str | None = None
-        while segment := catalog.state().segment:
-            if segment == missing:
-                raise GalleryCorruptError(
-                    f"The segment {segment} is missing in {generation / SEGMENTS}. Rebuild it "
-                    "from the catalogue: kinlens-index compact GALLERY --rebuild."
-                )
-            try:
-                open_segment(generation / SEGMENTS / segment, "cpu", verify_hashes=True)
-            except FileNotFoundError:
-                missing = segment  # retry once: a compaction may have replaced it
-                continue
-            with catalog.reading() as view:
-                if view.state().segment == segment:
-                    _check_columns(generation, view)
-                    break
+
+    def check(view: CatalogView, segment: Path | None) -> None:
+        view.check()
+        if segment is not None:
+            open_segment(segment, "cpu", verify_hashes=True)
+            _check_columns(generation, view)
+
+    with_state(generation, check)
 
 
 def _check_columns(generation: Path, view: CatalogView) -> None:

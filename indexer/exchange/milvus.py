@@ -9,7 +9,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from itertools import chain, islice
 from typing import Any, Self
@@ -52,9 +51,7 @@ from kinlens.indexer.exchange.milvus_collection import (
     row_of,
 )
 from kinlens.indexer.exchange.milvus_filters import literal
-from kinlens.indexer.exchange.milvus_index import (
-    is_exact,
-)
+from kinlens.indexer.exchange.milvus_index import is_exact
 from kinlens.indexer.filters.text import Where
 from kinlens.indexer.filters.tree import In, check_attribute, check_boosted, check_grouped
 from kinlens.indexer.folder.manifest import GalleryFacts
@@ -98,10 +95,6 @@ _NAME = re.compile(r"(?!.*_[0-9a-f]{12}$)[A-Za-z][A-Za-z0-9_]{0,63}")
 _SAMPLE = 10_000
 _BATCH = 1_000  # items per step of a change by filter
 _INDEX_FIELDS = {"schema_version", "precision", "nlist", "index", "effort", "recall"}
-_LOAD_S = 60.0  # timeout of a request that loads rows
-_SCHEMA_S = 60.0  # timeout for the swap of an alias, which waits for other work of the server
-_ORPHAN_AGE = timedelta(days=1)
-_SWAP_S = 3.0  # grace period for searches that started in the old generation
 
 
 class MilvusStore(VectorStore):

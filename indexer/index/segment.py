@@ -219,6 +219,11 @@ def check_file(path: Path, facts: FileFacts, verify_hash: bool | None) -> None:
         )
 
 
+def missing_segment(folder: Path) -> GalleryCorruptError:
+    """The error for a segment that the catalogue names and nobody has replaced."""
+    return GalleryCorruptError(f"The segment {folder.name} is missing in {folder.parent}. {_CURE}")
+
+
 def read_copies(folder: Path, manifest: SegmentManifest) -> Copies | None:
     """The copies of a segment; None if it has none. Raises: GalleryCorruptError."""
     if not manifest.copies:

@@ -33,10 +33,10 @@ class Tuned:
 
 
 def measuring(
-    index: SegmentIndex, queries: Embeddings, k: int = TUNED_AT, allowed: Bits | None = None
+    index: SegmentIndex, queries: Embeddings, allowed: Bits | None = None
 ) -> Callable[[Effort], Tuned]:
     """A function that compares searches with exact ones among the positions `allowed`."""
-    k = min(k, index.size)
+    k = min(TUNED_AT, index.size)
     least = index.exact(queries, k, allowed)[0][:, -1:] - SAME_SCORE
 
     def measure(effort: Effort) -> Tuned:
@@ -55,10 +55,9 @@ def tune(
     index: SegmentIndex,
     queries: Embeddings,
     target: float,
-    k: int = TUNED_AT,
     allowed: Bits | None = None,
 ) -> Tuned:
-    """The fastest effort that reaches the recall `target` at `k`, measured on `queries` (Q, D).
+    """The fastest effort that reaches the recall `target` at 10, measured on `queries` (Q, D).
 
     The queries must not be in the index. `allowed` are the indexed positions; None for all.
 
@@ -66,9 +65,7 @@ def tune(
     """
     index_type = INDEX_TYPES[index.kind]
     efforts = index_type.efforts(index.size, index.nlist)
-    measure = measuring(
-        index, queries[:_SCAN_QUERIES] if index_type.is_scan else queries, k, allowed
-    )
+    measure = measuring(index, queries[:_SCAN_QUERIES] if index_type.is_scan else queries, allowed)
     tries: list[Tuned] = []
     best: Tuned | None = None
     for k_factor in (1,) if index.is_on_gpu else index_type.k_factors:
@@ -81,7 +78,7 @@ def tune(
     best = best or max(tries, key=lambda tuned: tuned.recall)
     if best.recall < target:
         raise RecallError(
-            f"The index {index.kind} has a recall of {best.recall:.4f} at {min(k, index.size)} "
+            f"The index {index.kind} has a recall@10 of {best.recall:.4f} "
             f"with its highest effort; the target is {target}. Lower --target-recall or choose "
             "another --index (flat is exact)."
         )

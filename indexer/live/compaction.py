@@ -51,6 +51,7 @@ from kinlens.indexer.index.segment import (
     Rows,
     SegmentManifest,
     check_file,
+    missing_segment,
     read_segment_manifest,
     write_segment,
 )
@@ -163,8 +164,10 @@ def with_state(generation: Path, work: Callable[[CatalogView, Path | None], T]) 
     """The result of `work` on a view of one state and the folder of its segment, None if it has
     none. The segment stays until then; the work begins again if a compaction was just deleting it.
 
-    Raises: GalleryBusyError if compactions delete each segment first; GalleryError.
+    Raises: GalleryBusyError if compactions delete each segment first; GalleryCorruptError if it is
+        missing; GalleryError.
     """
+    missing: Path | None = None
     for _ in range(_MAX_ATTEMPTS):
         with catalog_view(generation / CATALOG) as view, contextlib.ExitStack() as stack:
             name = view.state().segment
@@ -173,9 +176,12 @@ def with_state(generation: Path, work: Callable[[CatalogView, Path | None], T]) 
                 if segment is not None:
                     stack.callback(os.close, lock_folder(segment))
                 return work(view, segment)
-            except (FileNotFoundError, GalleryCorruptError):
+            except (FileNotFoundError, GalleryCorruptError) as error:
                 if segment is None or segment.is_dir():
                     raise
+                if segment == missing:  # it is still the current one
+                    raise missing_segment(segment) from error
+                missing = segment
     raise GalleryBusyError(
         f"Compactions of {generation.parent.parent} replaced the segment in each of "
         f"{_MAX_ATTEMPTS} attempts to copy it. Try again when they have finished."
@@ -349,21 +355,19 @@ class BackgroundCompaction:
     due: returns why a compaction is due, or None.
     compact: runs it; takes a progress callback.
 
-    A failure is logged, stored in `last_error` and passed to `on_error`. It is retried after a
-    pause that doubles each time, up to an hour.
+    A failure is logged and stored in `last_error`. It is retried after a pause that doubles each
+    time, up to an hour.
     """
 
     def __init__(
         self,
         due: Callable[[], str | None],
         compact: Callable[[Progress], object],
-        on_error: Callable[[KinlensError], None] | None = None,
         retry_s: float = _RETRY_S,
     ) -> None:
         self.last_error: KinlensError | None = None
         self._due = due
         self._compact = compact
-        self._on_error = on_error
         self._pause_s = self._retry_s = retry_s
         self._is_nudged = self._is_urgent = False
         self._closed = threading.Event()
@@ -441,8 +445,6 @@ class BackgroundCompaction:
             return  # the gallery was closed during the compaction
         self.last_error = error
         logging.getLogger(__name__).error("compaction failed: %s", error)
-        if self._on_error is not None:
-            self._on_error(error)
 
     def _retry_later(self) -> None:
         for _ in range(round(self._pause_s / self._retry_s)):

@@ -17,7 +17,7 @@ from kinlens.indexer.catalog.read import CatalogView
 from kinlens.indexer.catalog.schema import Base, State
 from kinlens.indexer.columns.checkpoint import columns_at, store_columns, stored_columns
 from kinlens.indexer.columns.columns import Columns
-from kinlens.indexer.index.segment import COPY_S, SEGMENTS, Segment
+from kinlens.indexer.index.segment import COPY_S, SEGMENTS, Segment, missing_segment
 from kinlens.indexer.live.compaction import collect
 from kinlens.indexer.live.snapshot import Snapshot
 
@@ -71,10 +71,7 @@ class SnapshotKeeper:
                 if snapshot is not None:
                     yield Reading(view, snapshot)
                     return
-        raise GalleryCorruptError(
-            f"The segment {state.segment} of the gallery is missing below {self.generation}. "
-            "Rebuild it from the catalogue: kinlens-index compact GALLERY --rebuild."
-        )
+        raise missing_segment(self.generation / SEGMENTS / str(state.segment))
 
     def columns_of(self, now: Reading) -> Columns:
         """The attributes of the state of `now`.

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kinlens.embedder.durable import stamp, write_whole
-from kinlens.embedder.errors import GalleryCorruptError, KinlensError
+from kinlens.embedder.errors import GalleryCorruptError
 from kinlens.indexer.catalog.read import CatalogView
 from kinlens.indexer.catalog.schema import SCHEMA_VERSION, State, schema_version
 from kinlens.indexer.columns.checkpoint import MANY
@@ -178,12 +178,7 @@ class GalleryUpkeep(GalleryReader):
         with self._catalog.reading() as view:
             return self._due(view, view.state())
 
-    def compact_in_background(
-        self,
-        on_error: Callable[[KinlensError], None] | None = None,
-        *,
-        after_writes: bool = False,
-    ) -> BackgroundCompaction:
+    def compact_in_background(self, *, after_writes: bool = False) -> BackgroundCompaction:
         """Compact the gallery in another thread whenever a write, or `refresh`, finds it due.
 
         after_writes: nothing is rewritten before a write of any process follows this call, and a
@@ -193,7 +188,6 @@ class GalleryUpkeep(GalleryReader):
             self._background = BackgroundCompaction(
                 self._due_in_background,
                 lambda progress: self.compact(keep_removed_s=KEEP_REMOVED_S, on_progress=progress),
-                on_error,
             )
             if after_writes:
                 self._left_at = self._catalog.state().seq

@@ -17,7 +17,6 @@ from kinlens.indexer.galleries import (
     MilvusStore,
     current_generation,
     current_manifest,
-    open_remote,
 )
 from kinlens.indexer.gallery import Gallery as IndexedGallery
 from kinlens.indexer.types import GALLERY_NAME, MILVUS, OnCall, milvus_address, unobserved
@@ -214,8 +213,10 @@ def open_gallery(
             check_vectors=False,
         )
     token = settings.milvus_token
-    return open_remote(
-        location.address,
+    uri, name = milvus_address(location.address)
+    return MilvusStore.open(
+        uri,
+        name,
         image_root=location.image_root,
         token="" if token is None else token.get_secret_value(),
         timeout_s=settings.milvus_timeout_ms / 1e3,

@@ -314,19 +314,6 @@ def test_an_empty_gallery_has_a_name_and_answers_with_nothing(store: VectorStore
     assert store.remove(["key1"]) == 0
 
 
-def test_items_like_some_and_unlike_others(store: VectorStore) -> None:
-    oracle = stock(store, 60)
-    vectors = {e.key: e.vector.astype(np.float64) for e in oracle.entries}
-    for liked, disliked in ((["key5"], []), (["key1", "key2"], ["key3"])):
-        target = sum(vectors[key] for key in liked) - sum(vectors[key] for key in disliked)
-        query = (target / np.linalg.norm(target)).astype(np.float32)
-        chosen = frozenset(oracle.numbers[key] for key in (*liked, *disliked))
-        for where in (None, Not(Equals("colour", "red"))):
-            expected = oracle.hits(query, 6, SearchOptions(where=where, exclude=chosen))
-            found = store.search_like(liked, disliked, 6, SearchOptions(where=where))
-            assert_hits(found, expected)
-
-
 def test_each_entry_is_added_replaced_updated_or_left(store: VectorStore) -> None:
     old = shop(8)
     store.add(old)
@@ -429,8 +416,6 @@ def test_a_removed_item_never_comes_back(store: VectorStore) -> None:
     assert_hits(store.search(query[None], 40)[0], oracle.hits(query, 40, SearchOptions()))
     with pytest.raises(ItemNotFoundError, match="key3"):
         store.entries(["key1", "key3"])
-    with pytest.raises(ItemNotFoundError, match="key3"):
-        store.search_like(["key3"], [], 1)
 
 
 @faiss_alone
@@ -550,13 +535,10 @@ REFUSED: dict[type[KinlensError], list[tuple[str, Callable[[VectorStore], object
         ("'no' to group by. Known are", lambda s: s.search_groups(QUERY, 3, Grouping("no"))),
     ],
     ItemNotFoundError: [
-        ("nobody", lambda s: s.search_like(["key1"], ["nobody"], 3)),
         ("nobody", lambda s: s.entries(["key1", "nobody"])),
         ("nobody", lambda s: s.update({"key1": {"price": 5}, "nobody": {}})),
     ],
     InvalidParameterError: [
-        ("liked", lambda s: s.search_like([], ["key1"], 3)),
-        ("2 liked and 0 dis.* cancel", lambda s: s.search_like(["one", "other"], [], 3)),
         *((f"k = {k}", lambda s, k=k: s.search(QUERY, k)) for k in (0, True, 1.5)),
         *((text, lambda s, q=bad: s.search(q, 1)) for text, bad in BAD_QUERIES.items()),
         *(
@@ -564,7 +546,6 @@ REFUSED: dict[type[KinlensError], list[tuple[str, Callable[[VectorStore], object
             for text, bad in BAD_OPTIONS.items()
         ),
         ("size = 0", lambda s: s.search_groups(QUERY, 1, Grouping("sku", size=0))),
-        ("min_score = 2", lambda s: s.search_like(["key1"], [], 1, SearchOptions(min_score=2))),
         ("sale", lambda s: s.update({"key1": {"sale": 1}})),
         ("price", lambda s: s.update_where(Equals("sale", True), {"price": "dear"})),
         ("price", lambda s: s.update({"key1": {"price": math.nan}})),

@@ -340,12 +340,12 @@ def test_logging_goes_on_after_a_gallery_on_milvus_was_opened() -> None:
 import contextlib
 import structlog
 from kinlens.embedder.errors import EngineUnavailableError
-from kinlens.indexer.galleries import open_remote
+from kinlens.indexer.galleries import MilvusStore
 from kinlens.service.observe.logs import configure_logs
 
 configure_logs("info")
 with contextlib.suppress(EngineUnavailableError):
-    open_remote("milvus://127.0.0.1:1/shop", timeout_s=0.5)
+    MilvusStore.open("http://127.0.0.1:1", "shop", timeout_s=0.5)
 structlog.get_logger().info("still here")
 """
     assert "still here" in run(code).stderr

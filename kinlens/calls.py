@@ -15,7 +15,7 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from kinlens.errors import AnswerError, ArgumentError, ImageReadError, problem_error
-from kinlens.models import Problem, PutAnswer, PutResult
+from kinlens.models import Combine, Distinct, Problem, PutAnswer, PutResult
 from kinlens.values import AUTO, AttributeInput, is_missing, plain
 
 T = TypeVar("T")
@@ -59,9 +59,6 @@ Attributes = Mapping[str, AttributeInput]
 Part = tuple[str, tuple[str | None, bytes | str]]
 """A part of a form: its name, the file name or None, and the content."""
 
-MAX_ITEMS = 256
-"""Maximum number of items in one request with the default settings of the service."""
-
 _MAX_BYTES = 32 * 2**20  # of one request
 _PART_BYTES = 200  # upper bound of the headers and boundary of a part
 _SHOWN = 200
@@ -78,7 +75,7 @@ class SearchOptions(TypedDict, total=False):
     filter: Filter | None
     group_by: str | None
     group_size: int | None
-    distinct: bool | Literal["near"] | None
+    distinct: Distinct | None
     exact: bool | None
     facets: Sequence[str] | None
     fields: Sequence[str] | None
@@ -97,7 +94,7 @@ class ImageSearchOptions(SearchOptions, total=False):
     vectors: Sequence[QueryVector] | None
     texts: Sequence[str | QueryText] | None
     crops: Sequence[Crop] | Literal["auto"] | None
-    combine: Literal["mean", "best"] | None
+    combine: Combine | None
     positives: Sequence[str] | None
     negatives: Sequence[str] | None
     guarantee: float | None

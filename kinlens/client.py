@@ -80,7 +80,6 @@ _RETRIED_STATUSES = frozenset({429, 503})
 _MAX_WAIT_S = 30.0
 _FIRST_WAIT_S = 0.25
 _INVALID_KEY = "The key contains characters that are not valid in a key; copy it again."
-_PAGE = 200  # items; the maximum of the service
 _ITEM_ERRORS = frozenset({413, 415, 422})
 
 
@@ -420,7 +419,7 @@ class AsyncClient(_BaseClient):
         items: Iterable[NewItem],
         on_progress: Callable[[int, api.PutAnswer], None] | None = None,
         *,
-        per_request: int = calls.MAX_ITEMS,
+        per_request: int = api.MAX_ITEMS,
         keep: bool = True,
     ) -> api.PutAnswer:
         """Add or replace any number of items, in several requests.
@@ -511,7 +510,7 @@ class AsyncClient(_BaseClient):
         # Ids only grow, and a replaced item gets a new id. Ids above the first page's `last` were
         # added during the iteration; without this limit, a loop that replaces each item would
         # never end.
-        query: dict[str, Any] = {"limit": _PAGE, "filter": filter, "fields": fields}
+        query: dict[str, Any] = {"limit": api.MAX_PAGE, "filter": filter, "fields": fields}
         query |= {"key_prefix": key_prefix, "after": None}
         first: api.ItemPage | None = None
         while True:
@@ -527,7 +526,7 @@ class AsyncClient(_BaseClient):
                 if first.last is not None and item.id > first.last:
                     return
                 yield item
-            if len(page.items) < _PAGE or page.items[-1].id == first.last:
+            if len(page.items) < api.MAX_PAGE or page.items[-1].id == first.last:
                 return
             query["after"] = page.items[-1].id
 
@@ -783,7 +782,7 @@ class AsyncClient(_BaseClient):
     async def jobs(
         self,
         *,
-        state: Literal["queued", "running", "succeeded", "failed", "cancelled"] | None = None,
+        state: api.JobState | None = None,
         limit: int | None = None,
     ) -> api.Jobs:
         """Return the jobs, newest first."""

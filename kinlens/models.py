@@ -14,6 +14,14 @@ Scope = Literal["search", "write", "admin", "embed"]
 Action = Literal["clicked", "bought", "wrong"]
 ItemStatus = Literal["added", "replaced", "updated", "unchanged", "failed"]
 FeedbackMode = Literal["off", "pairs", "pictures"]
+Combine = Literal["mean", "best"]
+Distinct = bool | Literal["near"]
+
+MAX_ITEMS = 256
+"""Maximum number of items in one request."""
+
+MAX_PAGE = 200
+"""Maximum number of items in one page of a list."""
 
 Probability = Annotated[
     float | None,

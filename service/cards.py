@@ -1,4 +1,4 @@
-"""What the search page makes of the attributes of an item: title, price, links to the shop."""
+"""Addresses that are made of the attributes of an item: of its image, and of it in the shop."""
 
 import re
 from collections.abc import Collection, Mapping
@@ -6,14 +6,6 @@ from urllib.parse import quote
 
 from kinlens.values import AttributeValue
 
-TITLES = ("title", "name", "product", "product_name")
-"""The first of these that is a text is the title. `ui/search/cards.js` has the same names."""
-
-EARLY = ("price", "sizes", "size", "stock")
-"""Attributes that come first in the second line of a card."""
-
-BADGE = "badge"
-_CURRENCY = "currency"
 _NAME = re.compile(r"\{([^{}]+)\}")
 _ORIGIN = re.compile(r"(?i)(https?://(?:\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::\d{1,5})?)/")
 _EXAMPLE = "https://shop.example/p/{product}"
@@ -69,29 +61,11 @@ def origin_of(image_url: str) -> str | None:
     return None if found is None else found[1].lower()
 
 
-def attributes_in(product_url: str) -> list[str]:
-    """The attributes that the link to the shop needs."""
-    return _NAME.findall(product_url) or [product_url]
-
-
-def describe_use(names: Collection[str], product_url: str) -> str:
-    """Which of the attributes `names` the page uses, and whether results lead to the shop."""
-    price = next((name for name in names if name.lower() == "price"), None)
-    has_currency = price is not None and _CURRENCY in names
-    uses = {
-        "title": next((name for name in TITLES if name in names), None),
-        "price": f"{price} in {_CURRENCY}" if has_currency else price,
-        "badge": BADGE if BADGE in names else None,
-        "also": ", ".join(name for name in EARLY[1:] if name in names) or None,
-    }
-    texts = [f"{use} from {source}" for use, source in uses.items() if source and use != "also"]
-    if uses["also"]:
-        texts.append(f"also {uses['also']}")
+def describe_link(names: Collection[str], product_url: str) -> str:
+    """Whether results lead to the shop, if items have the attributes `names`."""
     if not product_url:
-        return "; ".join([*texts, "KINLENS_PRODUCT_URL is empty: results do not lead to your shop"])
-    missing = [name for name in attributes_in(product_url) if name not in names]
-    if missing:
-        texts.append(f"no attribute {' or '.join(missing)}: results do not lead to your shop")
-    else:
-        texts.append(f"link to your shop from {product_url}")
-    return "; ".join(texts)
+        return "KINLENS_PRODUCT_URL is empty: results do not lead to your shop"
+    needed = _NAME.findall(product_url) or [product_url]
+    if missing := [name for name in needed if name not in names]:
+        return f"no attribute {' or '.join(missing)}: results do not lead to your shop"
+    return f"link to your shop from {product_url}"

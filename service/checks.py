@@ -14,7 +14,7 @@ from kinlens.embedder.errors import KinlensError, StateError, disk_fault
 from kinlens.indexer.galleries import gpu_memory, snapshot_at
 from kinlens.indexer.gallery import Gallery as IndexedGallery
 from kinlens.service.access.keys import open_keys
-from kinlens.service.cards import describe_use
+from kinlens.service.cards import describe_link
 from kinlens.service.encoding.model import Backend
 from kinlens.service.encoding.sandbox import absences, holding
 from kinlens.service.galleries.bundles import Bundles
@@ -123,7 +123,7 @@ def _gallery(location: GalleryLocation, settings: Settings, bundles: Bundles) ->
         if index is not None:
             text += f"; index {index.kind}, {index.memory_mb:,.0f} MB of memory"
         names = [facts.name for facts in gallery.attribute_facts()]
-        text += f"; on the page: {describe_use(names, settings.product_url)}"
+        text += f"; {describe_link(names, settings.product_url)}"
         # Managed galleries store their own images.
         missing = [] if location.managed else missing_image_roots({location.name: gallery})
         if fault := ImageStores(None, settings.pictures_timeout_ms / 1e3).check(gallery):

@@ -11,12 +11,12 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from kinlens.embedder.errors import InvalidParameterError
+from kinlens.embedder.errors import InvalidParameterError, StateMissingError
 from kinlens.embedder.machine import core_count
 from kinlens.embedder.manifest import AskedEngine, AskedPrecision
 from kinlens.embedder.preprocess import ImageLimits
 from kinlens.indexer.types import GALLERY_NAME, MILVUS, Consistency, milvus_address, seconds_of
-from kinlens.models import FeedbackMode, Scope
+from kinlens.models import MAX_ITEMS, FeedbackMode, Scope
 from kinlens.quality.calibration import DEFAULT_PRIOR
 from kinlens.service.access.links import check_prefix
 from kinlens.service.access.rates import parse_rates
@@ -68,12 +68,6 @@ def split_named(entry: str) -> tuple[str | None, str]:
     return (name, text) if separator else (None, entry)
 
 
-def split_gallery(entry: str) -> tuple[str | None, Path]:
-    """Split `NAME=PATH` or `PATH`; without a name the gallery's own name is used."""
-    name, text = split_named(entry)
-    return name, Path(text)
-
-
 def _split(value: object) -> object:
     if isinstance(value, str):
         return tuple(part.strip() for part in value.split(",") if part.strip())
@@ -120,8 +114,8 @@ def _check_gallery(entry: str) -> None:
 def _named_once(entries: tuple[str, ...]) -> tuple[str, ...]:
     names = []
     for entry in entries:
-        name, path = split_gallery(entry)
-        if not name or path == Path():
+        name, text = split_named(entry)
+        if not name or Path(text) == Path():
             raise ValueError(f"{entry!r} is not NAME=PATH; write a name and a path or URL")
         _check_name(name)
         names.append(name)
@@ -217,7 +211,7 @@ class Settings(BaseSettings):
     max_batch_queries: ClassVar[int] = 64
     max_batch_bytes: ClassVar[int] = 64 * 2**20  # of a request with several images
     max_held_bytes: ClassVar[int] = 256 * 2**20  # of all request bodies in memory
-    max_items_per_request: ClassVar[int] = 256
+    max_items_per_request: ClassVar[int] = MAX_ITEMS
     max_views: ClassVar[int] = 256  # images, crops, vectors and texts over all queries of a request
     max_megapixels: ClassVar[float] = 64.0  # of an image, read from its header
     max_side_px: ClassVar[int] = 16_384
@@ -228,6 +222,7 @@ class Settings(BaseSettings):
     reload_interval_ms: ClassVar[int] = 1_000
     ready_timeout_ms: ClassVar[int] = 5_000  # of each readiness check
     pictures_timeout_ms: ClassVar[int] = 5_000  # of an image in an object store
+    image_cache_bytes: ClassVar[int] = 2**30  # of images in object stores, on the disk
     recall_sample: ClassVar[int] = 1_000  # 1 of this many index searches is repeated exactly
     feedback_max_rows: ClassVar[int] = 100_000
     cache_max_entries: ClassVar[int] = 10_000
@@ -325,8 +320,6 @@ class Settings(BaseSettings):
     on the GPU; an index that does not fit is searched on the CPU. Indexes leave 2,048 MiB of the
     GPU to the model, so set `KINLENS_GPU_MEMORY_MB` below that.
     """
-    allow_cpu_fallback: bool = False
-    """With `cuda`: accept a model on the CPU."""
     gpu_memory_mb: int = Field(default=0, ge=0)
     """With `cuda`: MiB of GPU memory that the model may use, so that indexes and other processes
     get the rest; 0: no limit.
@@ -382,9 +375,6 @@ class Settings(BaseSettings):
 
     cache_max_bytes: int = Field(default=64 * 2**20, ge=0)
     """Bytes of the in-process cache; 0 turns it off."""
-    image_cache_bytes: int = Field(default=2**30, ge=0)
-    """Bytes on the disk for images that stay in an object store, in `STATE/.image-cache`; 0: none.
-    """
     redis_url: Annotated[RedisUrl | None, _EmptyIsNone] = None
     """Second cache level and shared rates: `redis://HOST:PORT/0`, `rediss://` or `unix://`."""
 
@@ -431,6 +421,14 @@ class Settings(BaseSettings):
     def held_bytes(self) -> int:
         """The limit of all request bodies in memory; at least two of the largest fit."""
         return max(self.max_held_bytes, 2 * self.largest_body())
+
+    def require_state(self, what: str) -> Path:
+        """The state folder. Raises: StateMissingError that names `what` needs it."""
+        if self.state is None:
+            raise StateMissingError(
+                f"{what} needs a state folder. Set it with --state DIR or KINLENS_STATE."
+            )
+        return self.state
 
     def copies_in(self) -> Path | None:
         """The folder for copies of followed galleries; None without one."""

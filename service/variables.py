@@ -16,6 +16,7 @@ PREFIX = "KINLENS_"
 _OTHERS = frozenset({"API_KEY", "JOB_ID", "SHARED", "LONG_TESTS", "CHROMIUM"})
 """Variables of `mcp`, jobs and tests, without the prefix."""
 _REMOVED = {
+    "ALLOW_CPU_FALLBACK": "KINLENS_DEVICE=cpu runs the model on the CPU. ",
     "MAX_BATCH_BYTES": "Bodies with several images may have 64 MiB, or "
     "KINLENS_MAX_UPLOAD_BYTES if that is more. ",
     "MAX_HELD_BYTES": "Bodies in memory may have 256 MiB, or twice the largest body if that is "

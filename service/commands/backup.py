@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kinlens.embedder.errors import KinlensError, StateMissingError
+from kinlens.embedder.errors import KinlensError
 from kinlens.embedder.programs.console import JsonOption
 from kinlens.embedder.programs.progress import progress_bar
 from kinlens.service.backups import folder as backups
@@ -54,9 +54,7 @@ def restore(
             report = backups.check(source, advance)
         _show(report, as_json, f"Backup {source} is complete")
         return
-    folder = options.read_settings(state=state).state
-    if folder is None:
-        raise StateMissingError("A restore needs a state folder. Set it with --state DIR.")
+    folder = options.read_settings(state=state).require_state("A restore")
     with progress_bar(2 * size, "Restoring", "bytes", shown=True) as advance:
         report = backups.restore(source, folder, advance)
     _show(report, as_json, f"Restored {source}")

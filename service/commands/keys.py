@@ -168,12 +168,7 @@ def note(state: Path, action: str, **fields: Any) -> None:
 
 
 def _folder(state: object) -> Path:
-    folder = options.read_settings(state=state).state
-    if folder is None:
-        raise StateMissingError(
-            "Keys need a state folder. Set it with --state DIR or KINLENS_STATE."
-        )
-    return folder
+    return options.read_settings(state=state).require_state("The file of keys")
 
 
 def existing(state: object) -> Path:

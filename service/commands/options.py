@@ -30,7 +30,7 @@ LogLevel = Annotated[str | None, typer.Option(help="debug, info, warning or erro
 
 _SHARED = (
     *("bundle", "galleries", "image_roots", "pictures", "follow", "replica_folder", "host", "port"),
-    *("device", "index_device", "allow_cpu_fallback", "precision", "engine", "threads"),
+    *("device", "index_device", "precision", "engine", "threads"),
     *("no_match_prior", "redis_url"),
 )
 """The settings that are options of several commands."""

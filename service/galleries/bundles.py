@@ -7,7 +7,7 @@ from dataclasses import replace
 import structlog
 
 from kinlens.embedder.bundle import Bundle
-from kinlens.embedder.engines.models import PROVIDERS, SessionSettings
+from kinlens.embedder.engines.models import SessionSettings
 from kinlens.embedder.errors import (
     BundleNotFoundError,
     GalleryError,
@@ -24,8 +24,8 @@ from kinlens.service.encoding.model import Backend
 from kinlens.service.encoding.workers import Workers
 from kinlens.service.galleries.locations import (
     Locations,
-    intact,
-    list_bundles,
+    find_bundle,
+    known_bundles,
     manifest_of,
     session_of,
     vectors_id,
@@ -106,10 +106,8 @@ class Bundles:
             )
         if session.device == "cuda":
             embedder = OnnxEmbedder.open(bundle, session, self._limits)
-            if embedder.provider == PROVIDERS["cuda"]:
-                workers = self._started(_detecting(embedder), None)
-                return Backend(embedder, workers, embedder.embed)
-            session = replace(session, device="cpu")
+            workers = self._started(_detecting(embedder), None)
+            return Backend(embedder, workers, embedder.embed)
         if session.threads != 1:  # threads of OpenVINO do not survive a fork
             if session.engine == "openvino":
                 raise ProviderError(
@@ -144,11 +142,10 @@ class Bundles:
         """The bundle to serve for an id. Of several in the state folder a damaged one is passed
         over. Raises: BundleNotFoundError naming the known bundles; BundleError.
         """
-        known = [(vectors_id(one), path) for path, one in list_bundles(self._state, self._primary)]
-        folders = [path for name, path in known if name == bundle_id]
-        if folders:
-            return Bundle.open(intact(folders, self._primary))
-        ids = list(dict.fromkeys(name[:SHORT] for name, _ in known if name))
+        folder = find_bundle(self._state, self._primary, bundle_id)
+        if folder is not None:
+            return Bundle.open(folder)
+        ids = [name[:SHORT] for name in known_bundles(self._state, self._primary)]
         if self._embedder is not None:
             ids.append(self._embedder.bundle_id[:SHORT])
         raise BundleNotFoundError(

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import NamedTuple, get_args
 
 from kinlens.embedder.durable import make_folder, write_whole
-from kinlens.embedder.errors import InvalidParameterError, StateError, StateMissingError
+from kinlens.embedder.errors import InvalidParameterError, StateError
 from kinlens.models import Action
 from kinlens.service.access.links import VERSION_DIGITS
 from kinlens.service.settings import Settings
@@ -332,12 +332,8 @@ class FeedbackStore:
 
 def open_feedback(settings: Settings) -> FeedbackStore:
     """Open the feedback in the state folder. Raises: StateMissingError, StateError."""
-    if settings.state is None:
-        raise StateMissingError(
-            "Feedback needs a state folder. Set it with --state DIR or KINLENS_STATE."
-        )
     return FeedbackStore(
-        settings.state,
+        settings.require_state("Feedback"),
         max_rows=settings.feedback_max_rows,
         days=settings.feedback_days,
         keeps_words=settings.feedback == "pictures",

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from kinlens.service.galleries.view import GalleryView
 from kinlens.service.settings import Settings, is_followed, split_named
 
 _NO_GALLERIES: dict[str, tuple[str, ...]] = {"galleries": (), "image_roots": (), "pictures": ()}
+_SHOWN = 64
 
 Stamp = tuple[object, ...]
 
@@ -247,6 +248,13 @@ def name_of(address: str) -> str:
     return name
 
 
+def unknown_gallery(name: str, known: Iterable[str]) -> GalleryNotFoundError:
+    """The error for a name that no gallery of the caller has."""
+    return GalleryNotFoundError(
+        f"gallery = {name[:_SHOWN]!r} is unknown. Known are: {', '.join(known) or 'none'}."
+    )
+
+
 def _place(location: GalleryLocation) -> str:
     """Where a gallery of the settings is, as they name it."""
     return location.follows or location.address or str(location.path)
@@ -282,9 +290,8 @@ def session_of(settings: Settings) -> SessionSettings:
     return SessionSettings(
         settings.device,
         settings.threads,
-        settings.allow_cpu_fallback,
-        settings.precision,
-        settings.gpu_memory_mb,
+        precision=settings.precision,
+        gpu_memory_mb=settings.gpu_memory_mb,
         engine=settings.engine,
     )
 
@@ -315,6 +322,13 @@ def known_bundles(
     """The folder and the unchecked manifest of the bundle to serve for each id."""
     found = reversed(list_bundles(state, bundle))
     return {name: (folder, one) for folder, one in found if (name := vectors_id(one))}
+
+
+def find_bundle(state: Path | None, primary: Path | None, bundle_id: str) -> Path | None:
+    """The folder of the bundle to serve for the id that galleries carry; None if it is unknown."""
+    known = list_bundles(state, primary)
+    copies = [folder for folder, manifest in known if vectors_id(manifest) == bundle_id]
+    return intact(copies, primary) if copies else None
 
 
 def intact(copies: Sequence[Path], primary: Path | None) -> Path:

@@ -64,13 +64,13 @@ from kinlens.service.galleries.locations import (
     Opened,
     Stamp,
     is_name,
+    unknown_gallery,
 )
 from kinlens.service.galleries.uploads import SharedUploads
 from kinlens.service.galleries.view import GalleryView
 
 T = TypeVar("T")
 
-_SHOWN_NAME = 64
 _CLOSE_S = 5.0
 _READ_S = 10.0
 _REPORT_EVERY_S = 30.0
@@ -467,10 +467,7 @@ class Registry:
             )
         served = self._served.get(name)
         if served is None or not CALLER.get().permits(name):
-            raise GalleryNotFoundError(
-                f"gallery = {name[:_SHOWN_NAME]!r} is unknown. Known are: "
-                f"{', '.join(self.names()) or 'none'}."
-            )
+            raise unknown_gallery(name, self.names())
         return served
 
     def _first(self) -> Served | None:

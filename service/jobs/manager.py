@@ -22,7 +22,6 @@ from kinlens.embedder.errors import (
     JobConflictError,
     JobNotFoundError,
     KinlensError,
-    StateMissingError,
 )
 from kinlens.environment import child_environment
 from kinlens.indexer.galleries import current_manifest
@@ -65,11 +64,7 @@ class JobManager:
 
     def __init__(self, settings: Settings) -> None:
         """Raises: StateMissingError without a state folder; StateError if it cannot be used."""
-        if settings.state is None:
-            raise StateMissingError(
-                "Jobs need a state folder. Set it with --state or KINLENS_STATE."
-            )
-        self._state = settings.state.absolute()
+        self._state = settings.require_state("The table of jobs").absolute()
         self._settings = settings
         self.store = JobStore(self._state / JOBS_FILE)
         self._stopped = threading.Event()
@@ -285,7 +280,7 @@ def tidy(settings: Settings, store: JobStore, now: datetime | None = None) -> No
 
     Raises: StateError, KinlensError, OSError.
     """
-    assert settings.state is not None
+    state = settings.require_state("The table of jobs")
     now = now or datetime.now(UTC)
     jobs = store.newest(limit=sys.maxsize)
     busy = {job.gallery for job in jobs if job.is_active}
@@ -293,7 +288,7 @@ def tidy(settings: Settings, store: JobStore, now: datetime | None = None) -> No
     for number, job in enumerate(jobs):
         if job.gallery in busy:
             continue
-        folders = JobFolders(settings.state, job.id)
+        folders = JobFolders(state, job.id)
         age = now - datetime.fromisoformat(job.ended_at or job.created_at)
         if age > _RESULTS_KEPT:
             shutil.rmtree(folders.run, ignore_errors=True)
@@ -306,7 +301,7 @@ def tidy(settings: Settings, store: JobStore, now: datetime | None = None) -> No
             shutil.rmtree(folders.path, ignore_errors=True)
             store.forget(job.id)
     if not busy:
-        _drop_bundles(settings.state, settings, now)
+        _drop_bundles(state, settings, now)
 
 
 def _drop_bundles(state: Path, settings: Settings, now: datetime) -> None:

@@ -22,7 +22,6 @@ from kinlens.embedder.bundle import MANIFEST
 from kinlens.embedder.engines.models import SessionSettings
 from kinlens.embedder.errors import (
     GalleryConflictError,
-    GalleryNotFoundError,
     InvalidParameterError,
     JobConflictError,
 )
@@ -40,9 +39,10 @@ from kinlens.service.galleries.locations import (
     known_bundles,
     list_bundles,
     session_of,
+    unknown_gallery,
     vectors_id,
 )
-from kinlens.service.settings import START_WORDS, Settings, split_gallery
+from kinlens.service.settings import START_WORDS, Settings, split_named
 
 Scalar = bool | int | FiniteFloat | str
 Override = Scalar | list[Scalar]
@@ -332,10 +332,8 @@ def _location_of(name: str, settings: Settings) -> GalleryLocation:
     location = locations.find(name) if permits(name) else None
     location = location and locations.read(location)  # no other: it may hang
     if location is None or not location.exists:
-        known = ", ".join(other.name for other in locations.list_unread() if permits(other.name))
-        raise GalleryNotFoundError(
-            f"gallery = {name[:80]!r} is unknown. Known are: {known or 'none'}."
-        )
+        names = [other.name for other in locations.list_unread()]
+        raise unknown_gallery(name, filter(permits, names))
     if location.path is None:
         raise GalleryConflictError(
             f"Gallery {name} is on Milvus, where this service runs no jobs. Build the new gallery "
@@ -418,8 +416,7 @@ def _trains(params: TrainParams) -> bool:
 
 def _named(entries: tuple[str, ...]) -> dict[str, Path]:
     """The paths of entries NAME=PATH of a setting, by name."""
-    pairs = [split_gallery(entry) for entry in entries]
-    return {name or path.name: path.resolve() for name, path in pairs}
+    return {str(name): Path(text).resolve() for name, text in map(split_named, entries)}
 
 
 def _check_known(what: str, name: str, known: Collection[str], cure: str) -> None:

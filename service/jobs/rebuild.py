@@ -53,7 +53,7 @@ from kinlens.quality.judging import (
     labelled,
     threshold_of,
 )
-from kinlens.service.galleries.locations import intact, list_bundles, vectors_id
+from kinlens.service.galleries.locations import find_bundle
 from kinlens.service.jobs.params import (
     ModelParams,
     Params,
@@ -238,7 +238,8 @@ def _swap_candidate(context: Context, maker: Job) -> None:
     params = params_of(maker.kind, maker.params)
     assert isinstance(params, ModelParams)
     bundle_id = current_manifest(made.candidate).bundle_id
-    with context.follow(_stored(bundle_id, context.folders)) as follower:
+    bundle = find_bundle(made.state, None, bundle_id) or made.bundles / bundle_id
+    with context.follow(bundle) as follower:
         old = follower.gallery
         context.report(
             old={"bundle_id": old.bundle_id}, new={"bundle_id": bundle_id}, swapped=False
@@ -394,13 +395,6 @@ def _swap_in(
     context.report(swapped=True, generation=manifest.generation)
     context.log("the new gallery is published")
     shutil.rmtree(candidate, ignore_errors=True)
-
-
-def _stored(bundle_id: str, folders: JobFolders) -> Path:
-    """The folder of a bundle that a job stored."""
-    listed = list_bundles(folders.state, None)
-    copies = [folder for folder, manifest in listed if vectors_id(manifest) == bundle_id]
-    return intact(copies, None) if copies else folders.bundles / bundle_id
 
 
 def store_bundle(bundle: Path, bundles: Path) -> None:

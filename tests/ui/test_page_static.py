@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from kinlens.service.cards import EARLY, TITLES
 from tests.support.servers import StartService
 
 
@@ -58,14 +57,6 @@ def test_a_script_loads_from_its_folder_and_the_shared_one_and_writes_no_markup(
     assert re.findall(forbidden, text) == []
     for line in re.findall(r"^import.*$", text, re.MULTILINE):
         assert re.fullmatch(r'import .+ from "(\.|\.\./shared)/[a-z_]+\.js";', line), line
-
-
-def test_check_and_the_page_use_the_same_attributes() -> None:
-    text = (UI / "search" / "cards.js").read_text(encoding="utf-8")
-    for name, expected in (("TITLE_NAMES", TITLES), ("EARLY_NAMES", EARLY)):
-        found = re.search(rf"const {name} = \[(.*?)\];", text)
-        assert found is not None
-        assert tuple(re.findall(r'"(\w+)"', found[1])) == expected
 
 
 @pytest.mark.parametrize("is_on", [False, True])

@@ -5,6 +5,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -17,11 +18,9 @@ from kinlens.embedder.errors import GalleryNotFoundError
 from kinlens.indexer.galleries import checked_s
 from kinlens.models import JobState
 from kinlens.service.backups.folder import last_backup
-from kinlens.service.concurrency import KeyedThreads, Recent, SearchThreads, within
-from kinlens.service.encoding.cache import Cache
+from kinlens.service.concurrency import KeyedThreads, Recent, within
 from kinlens.service.encoding.model import Models
 from kinlens.service.encoding.sandbox import active_names
-from kinlens.service.galleries.registry import Registry
 from kinlens.service.health import Health
 from kinlens.service.observe.logs import dropped_lines
 from kinlens.service.observe.metrics import Described, Metrics
@@ -36,38 +35,26 @@ Sample = tuple[str, Sequence[str], float]
 """The name of a metric, its labels and its value."""
 
 
+@dataclass(eq=False)
 class Observer(Collector):
     """Collects the state of searches, models, galleries and jobs; values that cannot be read are
     omitted.
     """
 
-    def __init__(
-        self,
-        metrics: Metrics,
-        registry: Registry,
-        models: Models,
-        health: Health,
-        search_threads: SearchThreads,
-        searching: Pipeline,
-        cache: Cache,
-        jobs: Callable[[], Mapping[JobState, int]] = dict,
-        state: Path | None = None,
-    ) -> None:
-        self._metrics = metrics
-        self._registry = registry
-        self._models = models
-        self._health = health
-        self._search_threads = search_threads
-        self._searching = searching
-        self._cache = cache
+    metrics: Metrics
+    health: Health
+    searching: Pipeline
+    models: Models
+    jobs: Callable[[], Mapping[JobState, int]] = dict
+    state: Path | None = None
+
+    def __post_init__(self) -> None:
         self._omitted: dict[str, str] = {}  # the error of each subject at the last scrape
         self._threads = KeyedThreads(_AT_ONCE)
-        self._jobs = jobs
-        self._state = state
         self._samples: list[Sample] = []
         self._families = _families([])
         self._recent = Recent(self._render)
-        metrics.add(self, FAMILIES)
+        self.metrics.add(self, FAMILIES)
 
     def collect(self) -> Sequence[GaugeMetricFamily]:
         """The values of the last scrape."""
@@ -88,33 +75,35 @@ class Observer(Collector):
         self._samples = await self._read()
         self.refresh()
         async with within(_RENDER_S, "Reading the metrics"):
-            return await self._threads.run("render", self._metrics.render, None)
+            return await self._threads.run("render", self.metrics.render, None)
 
     def _of_process(self) -> Iterator[Sample]:
-        workers = self._models.workers()
+        workers = self.models.workers()
         layers = (len(active_names(each.layers)) for each in workers)
-        yield "kinlens_searches_in_flight", (), self._searching.in_flight
-        yield "kinlens_queue_depth", (), self._search_threads.waiting
+        yield "kinlens_searches_in_flight", (), self.searching.in_flight
+        yield "kinlens_queue_depth", (), self.searching.search_threads.waiting
         yield "kinlens_decoder_restarts", (), sum(each.restarts for each in workers)
         yield "kinlens_decoder_kills", (), sum(each.kills for each in workers)
         yield "kinlens_decoder_sandbox_layers", (), min(layers, default=0)
         yield "kinlens_log_lines_dropped", (), dropped_lines()
-        yield "kinlens_ready", (), self._health.passed
-        yield "kinlens_redis_up", (), self._cache.remote_state == "up"
-        for model in self._models.running():
-            labels = model.provider, model.embedder.mode.precision, model.bundle_id
+        yield "kinlens_ready", (), self.health.passed
+        yield "kinlens_redis_up", (), self.searching.cache.remote_state == "up"
+        for model in self.models.running():
+            labels = model.embedder.provider, model.embedder.mode.precision, model.bundle_id
             yield "kinlens_provider_info", labels, 1
-        for name, is_ready in self._health.galleries().items():
+        for name, is_ready in self.health.galleries().items():
             yield "kinlens_gallery_ready", (name,), is_ready
 
     async def _read(self) -> list[Sample]:
         samples: list[Sample] = []
-        reads: dict[str, Callable[[], list[Sample]]] = {"jobs": self._count_jobs}
-        folders = [path.parent for path in self._registry.folders(copies=True)]
-        if self._state is not None:
-            reads["backup"] = partial(_read_backup, self._state)
-            folders.insert(0, self._state)
-        for name in self._registry.names():
+        reads: dict[str, Callable[[], list[Sample]]] = {
+            "jobs": lambda: [("kinlens_jobs", (state,), n) for state, n in self.jobs().items()]
+        }
+        folders = [path.parent for path in self.searching.registry.folders(copies=True)]
+        if self.state is not None:
+            reads["backup"] = partial(_read_backup, self.state)
+            folders.insert(0, self.state)
+        for name in self.searching.registry.names():
             reads[f"gallery {name}"] = partial(self._read_gallery, name)
         devices: dict[int, Path] = {}
         for folder in folders:
@@ -141,11 +130,8 @@ class Observer(Collector):
                 structlog.get_logger().info("metrics read again", subject=subject)
         return samples
 
-    def _count_jobs(self) -> list[Sample]:
-        return [("kinlens_jobs", (state,), count) for state, count in self._jobs().items()]
-
     def _read_gallery(self, name: str) -> list[Sample]:
-        with self._registry.lease(name) as served:
+        with self.searching.registry.lease(name) as served:
             made_at = datetime.fromisoformat(served.gallery.created_at)
             age_s = (datetime.now(UTC) - made_at).total_seconds()
             samples: list[Sample] = [

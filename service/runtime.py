@@ -70,10 +70,8 @@ class Runtime:
         self.settings = settings
         self.metrics = Metrics()
         self.redis = open_redis(settings)
-        self.cache = Cache(
-            LruCache(settings.cache_max_entries, settings.cache_max_bytes), self.redis
-        )
-        self.cache.observe(self.metrics.observe_lookup)
+        local = LruCache(settings.cache_max_entries, settings.cache_max_bytes)
+        self.cache = Cache(local, self.redis, self.metrics.observe_lookup)
         self.pools = _create_pools(settings)
         self.search_threads = SearchThreads(settings.search_threads, settings.queue_size, limit_s)
         self.following = Following(settings)
@@ -120,15 +118,7 @@ class Runtime:
         self.health = Health(self.registry, self.models, self.image_stores, ready_s, is_on_gpu)
         count_jobs = dict if self.jobs is None else self.jobs.store.counts
         self.observer = Observer(
-            self.metrics,
-            self.registry,
-            self.models,
-            self.health,
-            self.search_threads,
-            self.searching,
-            self.cache,
-            count_jobs,
-            state,
+            self.metrics, self.health, self.searching, self.models, count_jobs, state
         )
 
     def _connect(self, backend: Backend) -> Model:
@@ -183,7 +173,7 @@ class Runtime:
         log.info(
             "serving",
             bundle_id=self.registry.model.bundle_id,
-            provider=self.registry.model.provider,
+            provider=self.embedder.provider,
             engine=self.embedder.mode.engine,
             precision=self.embedder.mode.precision,
             galleries=self.registry.names(),
@@ -287,7 +277,6 @@ def _create_pools(settings: Settings) -> dict[str, BoundedPool]:
         ),
         "file": BoundedPool("file", settings.search_threads, waiting, overdue_s),
         "image": BoundedPool("image", settings.search_threads, waiting, overdue_s),
-        "filter": BoundedPool("filter", 1, settings.queue_size),
         "state": BoundedPool("state", _STATE_THREADS, settings.queue_size, overdue_s),
     }
 

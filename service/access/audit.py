@@ -90,7 +90,8 @@ class AuditLog:
             last, size = self._last_number()
             if size >= self._file_bytes:
                 self._rotate()
-            line = {"number": last + 1, "time": _now(), **fields}
+            now = datetime.now(UTC).isoformat(timespec="milliseconds")
+            line = {"number": last + 1, "time": now, **fields}
             text = json.dumps(line, ensure_ascii=False, separators=(",", ":")).encode()
             self._write(text + b"\n")
 
@@ -159,7 +160,3 @@ def warn(change: Change, reason: str) -> None:
     """Log a change that was made but cannot be written to the audit log."""
     fields = {f"change_{name}": value for name, value in _cut(change).items()}
     structlog.get_logger().warning("audit log not written", reason=reason, **fields)
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="milliseconds")

@@ -59,7 +59,7 @@ _PART = ".kinlens-backup-"
 _FOLDERS = ("feedback", "jobs")  # in the state folder, copied whole
 _COPIED_SEPARATELY = ("galleries", "bundles")
 _SQLITE_SUFFIXES = ("-wal", "-shm", "-journal")
-_PROCESS_FILES = ("lock", "group.txt")  # of a job, valid only while its process runs
+_LOCK = "lock"  # of a job, valid only while its process runs
 _CURE = "Use another backup."
 _INTERRUPTED = "The job was running when the restored backup was made. Start it again."
 
@@ -362,7 +362,7 @@ def _state_files(state: Path) -> Iterator[Path]:
         if entry.is_file():
             yield entry
         elif entry.name in _FOLDERS:
-            yield from (file for file in _files(entry) if file.name not in _PROCESS_FILES)
+            yield from (file for file in _files(entry) if file.name != _LOCK)
 
 
 def _not_contained(settings: Settings) -> Iterator[str]:

@@ -81,21 +81,24 @@ class LruCache:
 
 
 class Cache:
-    """Looks in `local`, then in `remote`; a value that does not decode counts as a miss."""
+    """Looks in `local`, then in `remote`; a value that does not decode counts as a miss. `observe`
+    is called with the kind and level of each lookup.
+    """
 
-    def __init__(self, local: LruCache, remote: SharedRedis | None = None) -> None:
+    def __init__(
+        self,
+        local: LruCache,
+        remote: SharedRedis | None,
+        observe: Callable[[CacheKind, Level], None],
+    ) -> None:
         self._local = local
         self._remote = remote
-        self._observe: Callable[[CacheKind, Level], None] = lambda _kind, _level: None
+        self._observe = observe
 
     @property
     def remote_state(self) -> str:
         """`off`, `up` or `down`."""
         return "off" if self._remote is None else self._remote.state
-
-    def observe(self, callback: Callable[[CacheKind, Level], None]) -> None:
-        """Call `callback` with the kind and level of each lookup."""
-        self._observe = callback
 
     def has(self, key: str) -> bool:
         """Whether the cache of this process has a value."""

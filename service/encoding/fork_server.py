@@ -79,10 +79,10 @@ class ForkServer:
     ) -> None:
         self.memory_mb = memory_mb
         self.choice: Choice | None = None
-        self._limits = str(memory_mb), str(alarm_s)
+        self._alarm_s = alarm_s
         # Resolve the path: a symlink to the newest bundle may have changed by the next start.
         self._bundle = (
-            [] if bundle is None else [str(bundle.path.resolve()), bundle.manifest.bundle_id]
+            None if bundle is None else (str(bundle.path.resolve()), bundle.manifest.bundle_id)
         )
         self._session = session
         self._lock = threading.Lock()
@@ -103,8 +103,9 @@ class ForkServer:
         Raises: OSError with the reason; BundleError if the model cannot run.
         """
         self.stop()
-        session = json.dumps(self._session and asdict(self._session), default=sorted)
-        self._interpreter = interpreter([*self._limits, session, *self._bundle])
+        session = None if self._session is None else asdict(self._session)
+        arguments = self.memory_mb, self._alarm_s, session, self._bundle
+        self._interpreter = interpreter(json.dumps(arguments, default=sorted))
         ours = self._interpreter.connection
         try:
             if self._is_closed:
@@ -184,9 +185,9 @@ def main() -> None:
     """Load the model, then fork a worker for each order until the service closes the socket.
 
     The first packet is a list of arguments in JSON: the memory of a worker in addition to the model
-    in MB, the limit of decoding an image in seconds, the session settings as JSON, which are null
-    if the model runs elsewhere, and the folder and the id of the bundle; without a bundle, workers
-    only decode.
+    in MB, the limit of decoding an image in seconds, the session settings, which are null if the
+    model runs elsewhere, and the folder and the id of the bundle; if that is null, workers only
+    decode.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the service decides when this ends
@@ -195,8 +196,7 @@ def main() -> None:
     load_all()
     if not (packet := orders.recv(PACKET_BYTES)):
         return  # the service has ended
-    memory_mb, alarm_s, session, *bundle = json.loads(packet)
-    settings = json.loads(session)
+    memory_mb, alarm_s, settings, bundle = json.loads(packet)
     model = choice = detector = None
     try:
         if bundle:
@@ -211,7 +211,7 @@ def main() -> None:
         with contextlib.suppress(ConnectionError):
             orders.send(json.dumps(answer).encode())
         return
-    memory_bytes = _address_space_bytes() + int(memory_mb) * _MIB
+    memory_bytes = _address_space_bytes() + memory_mb * _MIB
     if model is not None and settings["threads"] != 1:
         model.load_in_forks(SessionSettings(**settings))  # its threads would not survive a fork
     gc.freeze()  # otherwise a collection in a worker writes to, and so copies, all these pages
@@ -221,7 +221,7 @@ def main() -> None:
         _die_with(server)
         embed = None if model is None else model.embed
         connection = socket.socket(fileno=0)
-        worker.serve(connection, memory_bytes, float(alarm_s), layers, embed, detector)
+        worker.serve(connection, memory_bytes, alarm_s, layers, embed, detector)
 
     with contextlib.suppress(ConnectionError):  # the service has ended
         orders.send(json.dumps(choice).encode())

@@ -174,9 +174,6 @@ class Model:
         self._whole: Model | None = None
         self.bundle_id = facts.bundle_id
         self.dim = facts.dim
-        self.provider = facts.provider
-        self.calibration = facts.calibration
-        self.no_calibration = facts.no_calibration
         self.workers = backend.workers
         self._cache = cache
         self._search_threads = search_threads
@@ -197,9 +194,7 @@ class Model:
             return self
         short = copy.copy(self)
         short._whole = self
-        short.embedder = facts = self.embedder.first(n)
-        short.dim, short.calibration = n, facts.calibration
-        short.no_calibration = facts.no_calibration
+        short.embedder, short.dim = self.embedder.first(n), n
         short.reference_vector = first_numbers(self.reference_vector, n)
         return short
 

@@ -1,12 +1,10 @@
 """Interpreters for fork servers, one of which may begin its imports before it is needed."""
 
 import contextlib
-import json
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,14 +44,14 @@ def prepare() -> None:
         _prepared.append(_spawned())
 
 
-def interpreter(arguments: Sequence[str]) -> Interpreter:
-    """An interpreter that runs `fork_server.main` with these arguments. Raises: OSError."""
+def interpreter(arguments: str) -> Interpreter:
+    """An interpreter that runs `fork_server.main` with these arguments in JSON. Raises: OSError."""
     found = _prepared.pop() if _prepared else _spawned()
     if found.process.poll() is not None:  # killed meanwhile, perhaps for lack of memory
         found.end()
         found = _spawned()
     try:
-        found.connection.send(json.dumps(arguments).encode())
+        found.connection.send(arguments.encode())
     except BaseException:
         found.end()
         raise

@@ -93,7 +93,9 @@ class GalleryView:
         return tuple(
             facts
             for facts in self.whole.attribute_facts(self.where)
-            if facts.values or facts.minimum is not None or self._has(facts.name)
+            if facts.values
+            or facts.minimum is not None
+            or self.page(0, 0, Exists(facts.name)).total > 0
         )
 
     def item(self, item_id: ItemId) -> Item:
@@ -255,9 +257,6 @@ class GalleryView:
     def check_name(self, name: str, purpose: str) -> None:
         """Raises: FilterError if no visible item has an attribute of this name."""
         self._check(lambda schema: check_attribute(name, schema, purpose))
-
-    def _has(self, name: str) -> bool:
-        return self.page(0, 0, Exists(name)).total > 0
 
 
 def check_names(

@@ -12,8 +12,7 @@ import hashlib
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import structlog
@@ -23,7 +22,6 @@ from kinlens.embedder.errors import (
     BundleMismatchError,
     DeadlineExceededError,
     InvalidParameterError,
-    KinlensError,
 )
 from kinlens.embedder.types import Embeddings, Hit
 from kinlens.embedder.views.boxes import AUTO_BOXES
@@ -81,73 +79,48 @@ class CancelToken:
             )
 
 
+@dataclass(slots=True)
 class Pipeline:
     """Answers queries in the galleries of `registry`, each within `limit_s` seconds. `prior` is the
     prior probability that the product of a query is absent from the gallery, `image_url` as in the
-    settings.
+    settings. `in_flight` counts the searches and batches that are being answered.
     """
 
-    def __init__(
-        self,
-        registry: Registry,
-        search_threads: SearchThreads,
-        cache: Cache,
-        metrics: Metrics,
-        sampler: "RecallSampler",
-        limit_s: float,
-        prior: float,
-        image_url: str = "",
-    ) -> None:
-        self._registry = registry
-        self._search_threads = search_threads
-        self._cache = cache
-        self._metrics = metrics
-        self._sampler = sampler
-        self._limit_s = limit_s
-        self._prior = prior
-        self._image_url = image_url
-        self.in_flight = 0  # searches, and batches
+    registry: Registry
+    search_threads: SearchThreads
+    cache: Cache
+    metrics: Metrics
+    sampler: "RecallSampler"
+    limit_s: float
+    prior: float
+    image_url: str = ""
+    in_flight: int = field(default=0, init=False)
 
     async def search(self, query: Query) -> Answer:
         """Answer one query.
 
         Raises: ImageError, GalleryError, SearchError, OverloadedError, DeadlineExceededError.
         """
-        await self._registry.refresh_if_unknown(query.gallery)
         self.in_flight += 1
         try:
-            async with within(self._limit_s, *_LIMITED):
-                with contextlib.suppress(BundleMismatchError):
-                    return await self._search(query)
-                # A gallery on Milvus has switched to another bundle: wait for the model of that.
-                await self._registry.read_from_disk(self._limit_s, query.gallery)
+            async with within(self.limit_s, *_LIMITED):
                 return await self._search(query)
         finally:
             self.in_flight -= 1
-
-    async def _search(self, query: Query) -> Answer:
-        with self._registry.lease(query.gallery) as own:
-            return await self._run_in_thread(own, query)
 
     async def search_all(self, queries: Sequence[Query | Exception]) -> list[Answer | Exception]:
         """Answer queries concurrently and independently: the result of a query that fails is its
         error. An error among the queries is returned as its own result.
 
-        All queries of one gallery use the same gallery generation and model.
-
         Raises: OverloadedError when too many requests are queued.
         """
-        names = {query.gallery for query in queries if isinstance(query, Query)}
-        await asyncio.gather(*(self._registry.refresh_if_unknown(name) for name in names))
-        with ExitStack() as leases:
-            leases.enter_context(self._search_threads.batch())
-            leased = {name: self._leased(name, leases) for name in names}
-            tasks = [asyncio.create_task(self._outcome(query, leased)) for query in queries]
+        with self.search_threads.batch():
+            tasks = [asyncio.create_task(self._outcome(query)) for query in queries]
             self.in_flight += 1
             try:
-                await asyncio.wait(tasks, timeout=self._limit_s)
+                await asyncio.wait(tasks, timeout=self.limit_s)
                 return [
-                    task.result() if task.done() else too_late(self._limit_s, *_LIMITED)
+                    task.result() if task.done() else too_late(self.limit_s, *_LIMITED)
                     for task in tasks
                 ]
             finally:
@@ -156,44 +129,37 @@ class Pipeline:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _outcome(
-        self, query: Query | Exception, leased: dict[str | None, Served | KinlensError]
-    ) -> Answer | Exception:
+    async def _outcome(self, query: Query | Exception) -> Answer | Exception:
         if isinstance(query, Exception):
             return query
-        served = leased[query.gallery]
-        if isinstance(served, KinlensError):
-            return served
         try:
-            async with self._search_threads.bulk_limit("batch"):
-                with contextlib.suppress(BundleMismatchError):
-                    return await self._run_in_thread(served, query, bulk=True)
-                # As in `search`. The other queries of this gallery fail in the same way.
-                await self._registry.read_from_disk(self._limit_s, query.gallery)
-                with self._registry.lease(query.gallery) as served:
-                    return await self._run_in_thread(served, query, bulk=True)
+            async with self.search_threads.bulk_limit("batch"):
+                return await self._search(query, bulk=True)
         except Exception as error:
             # Unexpected errors too: the other queries must still be answered.
             return error
 
-    def _leased(self, name: str | None, leases: ExitStack) -> Served | KinlensError:
-        try:
-            return leases.enter_context(self._registry.lease(name))
-        except KinlensError as error:
-            return error
+    async def _search(self, query: Query, *, bulk: bool = False) -> Answer:
+        await self.registry.refresh_if_unknown(query.gallery)
+        with contextlib.suppress(BundleMismatchError), self.registry.lease(query.gallery) as served:
+            return await self._run_in_thread(served, query, bulk)
+        # A gallery on Milvus has switched to another bundle: wait for the model of that.
+        await self.registry.read_from_disk(self.limit_s, query.gallery)
+        with self.registry.lease(query.gallery) as served:
+            return await self._run_in_thread(served, query, bulk)
 
-    async def _run_in_thread(self, served: Served, query: Query, *, bulk: bool = False) -> Answer:
+    async def _run_in_thread(self, served: Served, query: Query, bulk: bool) -> Answer:
         cancel_token, started = CancelToken(), time.perf_counter()
         # A cached result is served first. Look it up only if there is a queue, and
         # not for a filtered query: the cache key of a long filter takes long to compute.
         is_short = query.where is None and not query.asks_guarantee
-        may_be_cached = not bulk and is_short and self._search_threads.waiting > 0
+        may_be_cached = not bulk and is_short and self.search_threads.waiting > 0
         # With the calibration of the last search: to read the current one may wait for the disk.
-        is_cached = may_be_cached and self._cache.has(self._key(served, query, served.calibrated))
-        served.refuse_if_hanging(self._limit_s)
+        is_cached = may_be_cached and self.cache.has(self._key(served, query, served.calibrated))
+        served.refuse_if_hanging(self.limit_s)
         served.acquire()  # until the search thread is done, even if the client has disconnected
         try:
-            return await self._search_threads.run(
+            return await self.search_threads.run(
                 lambda: self._answer(served, query, cancel_token, started),
                 urgent=is_cached,
                 bulk=bulk,
@@ -207,9 +173,9 @@ class Pipeline:
     ) -> Answer:
         """Answer one query from cache lookup to JSON, in a search thread."""
         cancel_token.check()
-        served.refuse_if_hanging(self._limit_s)  # reads may have begun to hang during the queueing
+        served.refuse_if_hanging(self.limit_s)  # reads may have begun to hang during the queueing
         waited_s = time.perf_counter() - started
-        self._metrics.observe_stage("queue", waited_s)
+        self.metrics.observe_stage("queue", waited_s)
         record_wait("queue", waited_s)
         gallery, model = served.gallery, served.model
         with served.reading():
@@ -233,7 +199,7 @@ class Pipeline:
             stages = Stages(stages.decode + finding.decode, stages.embed + finding.embed)
             before = time.perf_counter()
             with served.reading(), span("search"):
-                found = find(served, query, vectors, words, calibrated, self._prior, cancel_token)
+                found = find(served, query, vectors, words, calibrated, self.prior, cancel_token)
                 if guarantee is not None:
                     kept = guaranteed(
                         gallery,
@@ -247,12 +213,12 @@ class Pipeline:
                     )
                     watch(served, guarantee, kept)
                     found = replace(found, guaranteed=described(kept))
-            results = found.encoded(served.name, gallery.generation, self._image_url)
+            results = found.encoded(served.name, gallery.generation, self.image_url)
             search_ms = (time.perf_counter() - before) * 1e3
             # If the version has changed, the results may be from a later version.
             if not served.is_remote and gallery.version == version:
-                self._cache.set(key, version.encode() + results)
-            self._sampler.offer(served.name, query.k, found, version)
+                self.cache.set(key, version.encode() + results)
+            self.sampler.offer(served.name, query.k, found, version)
         total_ms = (time.perf_counter() - started) * 1e3
         stages = replace(stages, search=search_ms, total=total_ms)
         self._observe(stages)
@@ -269,12 +235,12 @@ class Pipeline:
             cancel_token = CancelToken()
             found, known, _ = self._with_boxes(served, query, cancel_token)
             lookups = [_model(served, query).lookup(view) for view in found.images]
-            cached = self._cache.get_all(lookups)
+            cached = self.cache.get_all(lookups)
             vectors, _ = self._vectors(served, found, cached, known, cancel_token)
             return _targets(served, found, vectors, _words(served, found)).vectors
 
-        async with self._search_threads.bulk_limit("golden"):
-            return await self._search_threads.run(embed, bulk=True)
+        async with self.search_threads.bulk_limit("golden"):
+            return await self.search_threads.run(embed, bulk=True)
 
     def _with_boxes(
         self, served: Served, query: Query, cancel_token: CancelToken
@@ -286,7 +252,7 @@ class Pipeline:
         model = _model(served, query)
         if not autos or model.embedder.boxes is None:
             return query, {}, Stages()
-        cached = self._cache.get_all([model.boxes_lookup(view) for view in autos.values()])
+        cached = self.cache.get_all([model.boxes_lookup(view) for view in autos.values()])
         boxes = dict(zip(autos, cached, strict=True))
         missing = [view for digest, view in autos.items() if boxes[digest] is None]
         known, stages = Known(), Stages()
@@ -310,11 +276,11 @@ class Pipeline:
         if query.texts:  # another text tower changes no bundle id
             digest += f":{model.tower.id}"
         elif not isinstance(calibrated, str):  # the probabilities depend on the curve
-            digest += f":{calibrated.product}:{hash(calibrated.curve):x}:{self._prior}"
+            digest += f":{calibrated.product}:{hash(calibrated.curve):x}:{self.prior}"
         if guarantee is not None:  # which is judged again without a change of an item
             digest += f":{guarantee.digest}"
-        if self._image_url:
-            digest += f":{hashlib.sha256(self._image_url.encode()).hexdigest()}"
+        if self.image_url:
+            digest += f":{hashlib.sha256(self.image_url.encode()).hexdigest()}"
         mode = model.embedder.mode
         return answer_key(model.bundle_id, mode, served.name, gallery.generation, digest)
 
@@ -332,15 +298,15 @@ class Pipeline:
         model = _model(served, query)
         lookups = [model.lookup(view) for view in query.images]
         if served.is_remote:  # no reliable version number, so answers are not cached
-            vectors = self._cache.get_all(lookups)
-            self._metrics.observe_stage("cache", time.perf_counter() - started)
+            vectors = self.cache.get_all(lookups)
+            self.metrics.observe_stage("cache", time.perf_counter() - started)
             return None, vectors
         answers = Lookup("answer", key, current)
-        results = self._cache.get_local(answers)
+        results = self.cache.get_local(answers)
         if results is not None:
             return results, []
-        results, *vectors = self._cache.get_all([answers, *lookups])
-        self._metrics.observe_stage("cache", time.perf_counter() - started)
+        results, *vectors = self.cache.get_all([answers, *lookups])
+        self.metrics.observe_stage("cache", time.perf_counter() - started)
         return results, vectors
 
     def _vectors(
@@ -374,7 +340,7 @@ class Pipeline:
     def _observe(self, stages: Stages) -> None:
         for stage in ("decode", "embed", "search", "total"):
             if milliseconds := getattr(stages, stage):
-                self._metrics.observe_stage(stage, milliseconds / 1e3)
+                self.metrics.observe_stage(stage, milliseconds / 1e3)
 
 
 def find(
@@ -459,12 +425,12 @@ def _targets(served: Served, query: Query, vectors: Sequence[Vector], words: Emb
 
 def calibrated_by(served: Served) -> Calibrated | str:
     """The calibration that a gallery uses now, or the reason why there is none."""
-    model = served.model
+    facts = served.model.embedder
     if served.calibrator is None:
         return "Galleries on Milvus are not calibrated"
     if isinstance(served.gallery, GalleryView):
         return FILTERED
-    return choose(served.calibrator.stored(), model.calibration, model.no_calibration)
+    return choose(served.calibrator.stored(), facts.calibration, facts.no_calibration)
 
 
 class RecallSampler:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import floor
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,16 @@ from kinlens.embedder.views.boxes import AUTO_BOXES, FoundBox
 from kinlens.indexer.checks.duplicates import LEAST_SCORE, near_score
 from kinlens.indexer.filters.tree import Filter
 from kinlens.indexer.gallery import Gallery
-from kinlens.indexer.types import Boost, Facet, Group, Grouping, SearchOptions, SortBy, VectorStore
+from kinlens.indexer.types import (
+    Boost,
+    Facet,
+    Group,
+    Grouping,
+    SearchOptions,
+    SortBy,
+    VectorStore,
+)
+from kinlens.models import Distinct
 from kinlens.quality.answers import Results
 from kinlens.service.access.links import link_parts
 from kinlens.service.cards import image_address
@@ -32,9 +41,6 @@ from kinlens.values import AttributeValue
 _HITS_OF_A_UNIT = 1_000
 
 WORDS_NOT_CALIBRATED = "scores of words are not calibrated"
-
-Combine = Literal["mean", "best"]
-Distinct = bool | Literal["near"]
 
 
 @dataclass(frozen=True)
@@ -91,7 +97,7 @@ class Query:
         """The attribute that groups have in common; empty without groups."""
         return "" if self.grouping is None else self.grouping.by
 
-    @property
+    @cached_property
     def images(self) -> list[View]:
         """The views that need an image to be embedded."""
         return [view for view in self.views if isinstance(view, View)]
@@ -222,7 +228,9 @@ class Found:
                     "key": hit.key,
                     "score": floor(hit.score * 1e6 + 1e-6) / 1e6,  # as `_floored`
                     "probability": None if shares is None else _floored(shares.of(hit), 4),
-                    "attributes": chosen(hit.attributes, fields),
+                    "attributes": hit.attributes
+                    if fields is None
+                    else chosen(hit.attributes, fields),
                     "image": f"{start}{hit.id}{end}",
                     **({} if hit.has_image else elsewhere(hit)),
                 }
@@ -230,8 +238,9 @@ class Found:
             ]
 
         def elsewhere(hit: Hit) -> dict[str, Any]:
-            address = image_address(image_url, hit.key, hit.attributes)
-            return {"has_image": False, **({"image_url": address} if address else {})}
+            if not image_url or not (address := image_address(image_url, hit.key, hit.attributes)):
+                return {"has_image": False}
+            return {"has_image": False, "image_url": address}
 
         def grouped(group: Group) -> dict[str, Any]:
             return {
@@ -262,11 +271,9 @@ class Found:
 
 
 def chosen(
-    attributes: Mapping[str, AttributeValue], fields: Sequence[str] | None
-) -> Mapping[str, AttributeValue]:
-    """Those of the attributes that `fields` names, in its order; all if it is None."""
-    if fields is None:
-        return attributes
+    attributes: Mapping[str, AttributeValue], fields: Sequence[str]
+) -> dict[str, AttributeValue]:
+    """Those of the attributes that `fields` names, in its order."""
     return {name: attributes[name] for name in fields if name in attributes}
 
 

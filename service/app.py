@@ -12,7 +12,6 @@ from starlette.types import Lifespan
 from kinlens import __version__
 from kinlens.embedder.session import Embedder
 from kinlens.service.api import (
-    boxes,
     embeddings,
     feedback,
     images,
@@ -92,13 +91,12 @@ def create_app(
     assets = Assets()
     for router in (
         search.router,
-        boxes.router,
         gallery_routes.router,
-        items.router,
         embeddings.router,
+        images.router,
+        items.router,  # after the routes below an item: a key may have slashes
         quality.router,
         feedback.router,
-        images.router,
         jobs.router,
         operations.router,
         _pages(assets, settings.admin_link),

@@ -1,6 +1,7 @@
 """Feedback over HTTP: judgements of users about items of answers, and their export."""
 
 import hashlib
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, HTTPException, Query, Request, Response
@@ -8,7 +9,7 @@ from pydantic import Field
 
 from kinlens.embedder import errors
 from kinlens.models import Action, FeedbackCounts
-from kinlens.service.api.galleries import FAILURES, Service, stored_item
+from kinlens.service.api.galleries import FAILURES, Service, item_of_key
 from kinlens.service.api.requests import Strict, read_form
 from kinlens.service.galleries.feedback import (
     IMAGE_PX,
@@ -75,7 +76,8 @@ async def feedback(runtime: Service, request: Request) -> None:
     sent, image = await _read(request)
     question = store.question(sent.answer_id)
     async with runtime.registry.find(question.gallery) as served:
-        await stored_item(runtime, served, sent.item)  # it may have been removed since
+        read = partial(item_of_key, served, sent.item)  # it may have been removed since
+        await runtime.read("the item", read, served=served)
     stored_image = b"" if image is None else await _stored_image(runtime, question, image)
 
     def add(store: FeedbackStore) -> bool:

@@ -7,8 +7,7 @@ from pathlib import Path as FilePath
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
-from starlette.convertors import Convertor, register_url_convertor
+from pydantic import Field, JsonValue
 
 from kinlens.embedder import errors
 from kinlens.indexer.galleries import GalleryFacts
@@ -104,21 +103,6 @@ Key = Annotated[str, Path(min_length=1, max_length=1024, description="The key of
 """The key of the shop, such as a SKU or a path; slashes may be sent as they are or as %2F."""
 
 
-class _ItemKey(Convertor[str]):
-    """The rest of a path, unless it ends with a subresource of an item."""
-
-    regex = r".+(?<!/similar)(?<!/explain)(?<!/image)(?<!/vector)"
-
-    def convert(self, value: str) -> str:
-        return value
-
-    def to_string(self, value: str) -> str:
-        return value
-
-
-register_url_convertor("item_key", _ItemKey())
-
-
 @dataclass(frozen=True, slots=True)
 class ItemRef:
     """An item by its id; `generation` is that of the id if a key was sent."""
@@ -133,7 +117,8 @@ async def _by_id(item_id: ItemId) -> ItemRef:
 
 async def _by_key(runtime: Service, name: str, key: Key) -> ItemRef:
     async with runtime.registry.find(name) as served:
-        item = await stored_item(runtime, served, key)
+        read = partial(item_of_key, served, key)
+        item = await runtime.read("the item", read, served=served)
         return ItemRef(item.id, served.gallery.generation[:VERSION_DIGITS])
 
 
@@ -144,9 +129,9 @@ ITEM_PATHS: tuple[tuple[str, str, Any], ...] = (
 """The two paths of an item, the ends of their titles, and the dependencies that find the item."""
 
 
-async def stored_item(runtime: Runtime, served: Served, key: str) -> Item:
+def item_of_key(served: Served, key: str) -> Item:
     """The item with this key. Raises: ItemNotFoundError."""
-    found = await runtime.read("the item", lambda: served.gallery.stored([key]), served=served)
+    found = served.gallery.stored([key])
     if key not in found:
         raise unknown_key(served.name, key)
     return found[key]
@@ -162,10 +147,8 @@ def unknown_key(gallery: str, key: str) -> errors.ItemNotFoundError:
 router = APIRouter(route_class=Route)
 
 
-class NewGallery(BaseModel):
+class NewGallery(requests.Strict):
     """An empty gallery to create; by default for the bundle of the first gallery."""
-
-    model_config = ConfigDict(extra="forbid")
 
     name: str
     bundle_id: str | None = None
@@ -210,7 +193,7 @@ async def count(runtime: Service, name: str, request: Request) -> CountAnswer:
     async with runtime.registry.find(name):
         pass  # raises for an unknown gallery before the body is read
     sent = await read_model(request, CountItems) if await request.body() else CountItems()
-    where = await runtime.read("the filter", lambda: requests.where_of(sent.filter), "filter")
+    where = await runtime.read("the filter", lambda: requests.where_of(sent.filter), "body")
     async with runtime.registry.find(name) as served:
         gallery = served.gallery
 
@@ -287,7 +270,7 @@ def _is_root_missing(served: Served, stores: ImageStores) -> bool:
 
 
 def _detail(served: Served, settings: Settings, stores: ImageStores) -> GalleryDetail:
-    facts, known = served.gallery.facts(), served.model.calibration
+    facts, known = served.gallery.facts(), served.model.embedder.calibration
     calibrated = calibrated_by(served)
     return GalleryDetail(
         **_known(served, facts, settings),
@@ -303,7 +286,7 @@ def _detail(served: Served, settings: Settings, stores: ImageStores) -> GalleryD
             for one in (known.thresholds if known else ())
         ],
         facets=not served.is_remote,
-        provider=served.model.provider,
+        provider=served.model.embedder.provider,
         image_root_missing=bool(facts.source_root) and _is_root_missing(served, stores),
     )
 

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated, Any, Self, TypeVar, get_args
 
@@ -27,6 +27,7 @@ from kinlens.embedder.sources.names import composed
 from kinlens.indexer.filters.tree import Filter
 from kinlens.indexer.types import Item, SearchOptions, sort_by_of
 from kinlens.models import (
+    MAX_PAGE,
     ItemModel,
     ItemPage,
     ItemStatus,
@@ -48,7 +49,7 @@ from kinlens.service.api.galleries import (
     ItemId,
     Key,
     Service,
-    stored_item,
+    item_of_key,
     unknown_key,
 )
 from kinlens.service.api.requests import Strict, where_of
@@ -56,6 +57,7 @@ from kinlens.service.cards import image_address
 from kinlens.service.encoding.vectors import numbers_of, vector_content
 from kinlens.service.galleries.items import NewItem
 from kinlens.service.galleries.locations import Gallery
+from kinlens.service.galleries.registry import Served
 from kinlens.service.galleries.view import check_names
 from kinlens.service.http import bodies
 from kinlens.service.http.bodies import FORM, JSON, checked, read_model
@@ -77,7 +79,6 @@ Fields = Annotated[
 MAX_KEYS = 10_000
 """Maximum number of items that one request may patch or remove by key."""
 
-_MAX_LISTED = 200
 _MAX_OFFSET = 10**9
 _MAX_PREFIX = 1024
 _SHOWN = 80
@@ -262,7 +263,7 @@ async def items(
     runtime: Service,
     name: str,
     offset: Annotated[int, Query(ge=0, le=_MAX_OFFSET)] = 0,
-    limit: Annotated[int, Query(ge=1, le=_MAX_LISTED)] = 50,
+    limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 50,
     where: Annotated[
         str | None, Query(alias="filter", description="As in a search: text or JSON.")
     ] = None,
@@ -282,7 +283,7 @@ async def items(
 
     To read all items while others are added and removed, send the last id of a page as `after`.
     """
-    fitting = await runtime.read("the filter", lambda: where_of(where), "filter") if where else None
+    fitting = await runtime.read("the filter", lambda: where_of(where), "body") if where else None
     image_url = runtime.settings.image_url
     async with runtime.registry.find(name) as served:
         gallery = served.gallery
@@ -319,23 +320,11 @@ async def items(
 @rule("search", "items")
 async def item(runtime: Service, name: str, item_id: ItemId, fields: Fields = None) -> ItemModel:
     """One item with its attributes."""
-    async with runtime.registry.find(name) as served:
-        gallery = served.gallery
-
-        def read() -> ItemModel:
-            return item_model(
-                name,
-                gallery,
-                gallery.item(item_id),
-                runtime.settings.image_url,
-                _fields(gallery, fields),
-            )
-
-        return await runtime.read("the item", read, served=served)
+    return await _described(runtime, name, fields, lambda served: served.gallery.item(item_id))
 
 
 @router.get(
-    "/by-key/{key:item_key}",
+    "/by-key/{key:path}",
     name="item",
     responses=problems(*FAILURES, errors.ItemNotFoundError, errors.FilterError),
     summary="Describe an item by key",
@@ -343,19 +332,11 @@ async def item(runtime: Service, name: str, item_id: ItemId, fields: Fields = No
 @rule("search", "items")
 async def item_by_key(runtime: Service, name: str, key: Key, fields: Fields = None) -> ItemModel:
     """One item with its attributes."""
-    async with runtime.registry.find(name) as served:
-        gallery, found = served.gallery, await stored_item(runtime, served, key)
-
-        def read() -> ItemModel:
-            return item_model(
-                name, gallery, found, runtime.settings.image_url, _fields(gallery, fields)
-            )
-
-        return await runtime.read("the item", read, served=served)
+    return await _described(runtime, name, fields, lambda served: item_of_key(served, key))
 
 
 @router.patch(
-    "/by-key/{key:item_key}",
+    "/by-key/{key:path}",
     name="patch",
     responses=problems(*CHANGE_FAILURES, errors.ItemNotFoundError),
     summary="Change attributes of an item by key",
@@ -368,7 +349,7 @@ async def patch_by_key(runtime: Service, request: Request, name: str, key: Key) 
 
 
 @router.delete(
-    "/by-key/{key:item_key}",
+    "/by-key/{key:path}",
     name="remove",
     responses=problems(*CHANGE_FAILURES, errors.ItemNotFoundError),
     summary="Remove an item by key",
@@ -506,9 +487,22 @@ async def remove_item(
     return _noted(request, await runtime.items.remove_item(name, item_id, generation))
 
 
+async def _described(
+    runtime: Runtime, name: str, fields: str | None, find: Callable[[Served], Item]
+) -> ItemModel:
+    image_url = runtime.settings.image_url
+    async with runtime.registry.find(name) as served:
+        gallery = served.gallery
+
+        def read() -> ItemModel:
+            return item_model(name, gallery, find(served), image_url, _fields(gallery, fields))
+
+        return await runtime.read("the item", read, served=served)
+
+
 async def _where(runtime: Runtime, sent: str | dict[str, Any] | None, cure: str) -> Filter:
     """The filter of a change. Raises: FilterError."""
-    where = await runtime.read("the filter", lambda: where_of(sent), "filter")
+    where = await runtime.read("the filter", lambda: where_of(sent), "body")
     if where is None:
         raise errors.FilterError(f"The filter is empty. To {cure}.")
     return where
@@ -545,7 +539,7 @@ def item_model(
     return ItemModel(
         id=item.id,
         key=item.key,
-        attributes=dict(chosen(item.attributes, fields)),
+        attributes=dict(item.attributes) if fields is None else chosen(item.attributes, fields),
         sha256=item.sha256,
         image=image_link(name, item.id, gallery.generation),
         has_image=item.has_image,

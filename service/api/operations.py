@@ -7,12 +7,11 @@ from typing import Annotated, Literal, TypeVar
 
 from fastapi import APIRouter, Path, Query, Request, Response
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from kinlens.embedder import errors
 from kinlens.embedder.errors import GalleryNotFoundError, InvalidParameterError, KeyMissingError
 from kinlens.embedder.machine import free_memory_mb
-from kinlens.embedder.types import SHORT
 from kinlens.models import (
     Access,
     Audit,
@@ -29,6 +28,8 @@ from kinlens.service.access import keys
 from kinlens.service.access.audit import note
 from kinlens.service.access.keys import CALLER, MAX_OVERLAP, OVERLAP, Key, KeyStore, Limits
 from kinlens.service.api.galleries import STATE_FAILURES, Service
+from kinlens.service.api.requests import Strict
+from kinlens.service.galleries.locations import unknown_gallery
 from kinlens.service.health import OK
 from kinlens.service.http.openapi import problems
 from kinlens.service.http.rules import Route, rule
@@ -58,10 +59,8 @@ class KeyRequest(Limits):
     ] = None
 
 
-class RotateRequest(BaseModel):
+class RotateRequest(Strict):
     """Options of a key rotation."""
-
-    model_config = {"extra": "forbid"}
 
     overlap_hours: Annotated[
         float,
@@ -206,10 +205,7 @@ async def ready(
     verdicts = {name: one for name, one in health.verdicts.items() if binding.permits(name)}
     if gallery is not None:
         if gallery not in verdicts and f"reload {gallery}" not in checks:
-            raise GalleryNotFoundError(
-                f"gallery = {gallery[:SHORT]!r} is unknown. Existing galleries: "
-                f"{', '.join(verdicts) or 'none'}."
-            )
+            raise unknown_gallery(gallery, verdicts)
         is_ready = checks.get(f"gallery {gallery}") == OK
     if health.is_draining:
         is_ready, checks = False, checks | {"service": "shutting down"}
@@ -218,7 +214,7 @@ async def ready(
         return JSONResponse({"status": status}, 200 if is_ready else 503)
     content = Ready(
         status=status,
-        provider=runtime.registry.model.provider,
+        provider=runtime.embedder.provider,
         engine=runtime.embedder.mode.engine,
         precision=runtime.embedder.mode.precision,
         precision_reason=runtime.embedder.precision_reason,

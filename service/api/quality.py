@@ -278,7 +278,7 @@ def _folder(served: Served) -> FilePath:
 async def _run(
     runtime: Runtime, served: Served, golden: GoldenSet, min_score: float | None
 ) -> GoldenRun:
-    gallery, model, pool = served.require_whole(), served.model, runtime.pools["file"]
+    gallery, pool = served.require_whole(), runtime.pools["file"]
     queries = await runtime.read("the golden set", golden.queries, served=served)
     if not queries:
         raise InvalidParameterError(
@@ -299,7 +299,8 @@ async def _run(
             known = partial(labelled, gallery, queries, vectors)
             fit = partial(served.calibrator.fit_golden, known)
             await pool.run(fit, bulk=True)
-    return begun.report(threshold_of(model.calibration) if min_score is None else min_score)
+    calibration = served.model.embedder.calibration
+    return begun.report(threshold_of(calibration) if min_score is None else min_score)
 
 
 async def _vector(

@@ -37,6 +37,7 @@ from kinlens.indexer.filters.json import filter_from_json
 from kinlens.indexer.filters.text import parse_filter
 from kinlens.indexer.filters.tree import Filter
 from kinlens.indexer.types import MAX_FACETS, Grouping
+from kinlens.models import Combine, Distinct
 from kinlens.quality.answers import check_likely
 from kinlens.quality.guarantee import HIGHEST, LOWEST
 from kinlens.service.access.rates import account_of
@@ -53,8 +54,7 @@ from kinlens.service.http.bodies import (
     fault,
     parse_form,
 )
-from kinlens.service.runtime import Runtime
-from kinlens.service.search.query import Combine, Distinct, Query, views_of
+from kinlens.service.search.query import Query, views_of
 from kinlens.service.settings import MAX_HITS, Settings
 
 Pairs = Sequence[tuple[str, str]]
@@ -246,14 +246,10 @@ _Level = Annotated[float, Field(ge=LOWEST, le=HIGHEST, allow_inf_nan=False)]
 _Keys = Annotated[list[str], Field(default_factory=list, max_length=_MAX_KEYS, fail_fast=True)]
 
 
-AUTO: list[Box | None] = windows()
-"""The crops of `crops` = auto."""
-
-
 def _crops(value: Any, validate: ValidatorFunctionWrapHandler) -> list[Box | None]:
     """A validator for a list of crops, or for auto; a form sends that as a list."""
     if value in ("auto", ["auto"]):
-        return AUTO
+        return windows()
     if isinstance(value, str):
         raise custom_error(f"crops = {shown(value)} is not valid; send auto, or a list of crops.")
     checked_value: list[Box | None] = validate(value)
@@ -265,9 +261,9 @@ _CROPS_SCHEMA: dict[str, Any] = {
         {"type": "array", "items": _CROP_SCHEMA, "maxItems": Settings.max_crops},
         {"const": "auto"},
     ],
-    "description": f"auto: the whole image and up to {len(AUTO) - 1} parts of it, with combine = "
-    "best; for photos of which the product fills only a part. The parts are the boxes of a "
-    "detector if the bundle has one (`has_boxes` of the gallery), otherwise fixed windows.",
+    "description": f"auto: the whole image and up to {len(windows()) - 1} parts of it, with "
+    "combine = best; for photos of which the product fills only a part. The parts are the boxes of "
+    "a detector if the bundle has one (`has_boxes` of the gallery), otherwise fixed windows.",
 }
 
 
@@ -287,11 +283,16 @@ class ImageInput(PlainImage):
         WithJsonSchema(_CROPS_SCHEMA),
     ]
 
+    @property
+    def is_auto(self) -> bool:
+        """Whether the crops are windows: these alone include the whole image."""
+        return None in self.crops
+
     def views(self, data: bytes, number: int = 1) -> tuple[View, ...]:
         """The parts of the image `data` to search with; the whole image as in a search without
         crops, which may have cached its vector.
         """
-        return views_of(data, self.crops, number, self.crops is AUTO)
+        return views_of(data, self.crops, number, self.is_auto)
 
 
 def _vector(value: Any) -> bytes:
@@ -580,7 +581,7 @@ class SearchRequest(SearchFields):
                 "guarantee and accept hold for queries like the labelled ones: one whole image, or "
                 "its vector; omit crops, texts, positives, negatives, weights and further images."
             )
-        is_auto = any(image.crops is AUTO for image in self.images)
+        is_auto = any(image.is_auto for image in self.images)
         if is_auto and "combine" in self.model_fields_set and self.combine != "best":
             raise custom_error(
                 f"crops = auto searches with each window; omit combine = {self.combine}, or send "
@@ -675,7 +676,11 @@ async def read_search(request: Request) -> Query:
         and query_length <= INLINE_BYTES
         and body.count(b"\n--") <= _INLINE_PARTS
     )
-    return await _read_query(request, lambda: _search_of(request, body, kind), short=short)
+
+    def read() -> SearchRequest:
+        return _not_empty(_parsed(SearchRequest, request, body, kind))
+
+    return await _read_query(request, read, short=short)
 
 
 async def read_boxes(request: Request) -> tuple[View, str | None]:
@@ -727,19 +732,13 @@ async def charge(request: Request, queries: Sequence[Query | Exception]) -> None
 async def _read_query(request: Request, read: Callable[[], SearchFields], *, short: bool) -> Query:
     """Read fields with `read` and convert them to a query, on the event loop if they are `short`.
 
-    Filters have their own limit: 4 KiB take 12 ms to parse, 100 times as long as other fields. One
-    thread parses all long filters, so they cannot use more than their share of the GIL. Their
-    length is only known after parsing, since a body can spell a field name in several ways.
+    Filters have their own limit: 4 KiB take 12 ms to parse, 100 times as long as other fields.
+    Their length is only known after parsing, since a body can spell a field name in several ways.
     """
     fields = read() if short else await bodies.off_loop(request, read)
-    if fields.has_short_filter:
-        return fields.query() if short else await bodies.off_loop(request, fields.query)
-    runtime: Runtime = request.app.state.runtime
-    return await runtime.read("the filter", fields.query, "filter")
-
-
-def _search_of(request: Request, body: bytes, kind: str) -> SearchRequest:
-    return _not_empty(_parsed(SearchRequest, request, body, kind))
+    if short and fields.has_short_filter:
+        return fields.query()
+    return await bodies.off_loop(request, fields.query)
 
 
 def _parsed(model: type[Parsed], request: Request, body: bytes, kind: str) -> Parsed:

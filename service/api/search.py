@@ -1,4 +1,4 @@
-"""Searches over HTTP: the routes and their OpenAPI documentation.
+"""Searches over HTTP, and the boxes to search with: the routes and their OpenAPI documentation.
 
 `kinlens.service.api.requests` parses the forms, JSON and raw images, not FastAPI, so the
 documentation of the bodies is derived here from its models.
@@ -16,6 +16,7 @@ from pydantic_core import to_json
 
 from kinlens import models
 from kinlens.embedder import errors
+from kinlens.embedder.types import SHORT
 from kinlens.service.access.links import PREFIX, SIGNER, with_links
 from kinlens.service.api import requests
 from kinlens.service.api.galleries import (
@@ -27,7 +28,8 @@ from kinlens.service.api.galleries import (
     Service,
 )
 from kinlens.service.api.images import original, shown_item
-from kinlens.service.api.requests import SearchFields, SearchRequest, Strict
+from kinlens.service.api.requests import BoxesRequest, SearchFields, SearchRequest, Strict
+from kinlens.service.concurrency import within
 from kinlens.service.encoding.model import View
 from kinlens.service.galleries.feedback import FeedbackStore, Question
 from kinlens.service.http.bodies import FORM, IMAGE, JSON, RAW
@@ -41,20 +43,21 @@ from kinlens.service.settings import Settings
 
 T = TypeVar("T")
 
+_BOXES_LIMITED = ("The search for boxes", "Send a smaller image, or try again in a second.")
 _STAGES = tuple(models.Timings.model_fields)
-NO_STORE = {"Cache-Control": "no-store"}
+_NO_STORE = {"Cache-Control": "no-store"}
 _WATCH_AFTER_S = 0.1
 _SIMILAR = (*FAILURES, errors.ItemNotFoundError, errors.FilterError)
 _SEARCH = (*_SIMILAR, *IMAGE_FAILURES, errors.SearchError)
-PNG = (  # red and blue, 8 x 8 px
+_PNG = (  # red and blue, 8 x 8 px
     "iVBORw0KGgoAAAANSUhEUgAAAAgAAAAICAIAAABLbSncAAAAGklEQVR42mM8ISfHAANhDKvgbCYGHGBw"
     "SgAAioUCFJLJ2DgAAAAASUVORK5CYII="
 )
-_IMAGES = [{"data": PNG}]
+_IMAGES = [{"data": _PNG}]
 _VECTOR = [0.5, 0.5, 0.5, 0.5]  # of a model with four numbers
 _REQUESTS = {
     "image": {"value": {"images": _IMAGES, "k": 5}},
-    "crops": {"value": {"images": [{"data": PNG, "crops": [[0, 0, 0.5, 1], [0.5, 0, 0.5, 1]]}]}},
+    "crops": {"value": {"images": [{"data": _PNG, "crops": [[0, 0, 0.5, 1], [0.5, 0, 0.5, 1]]}]}},
     "filter and groups": {
         "value": {
             "images": _IMAGES,
@@ -79,7 +82,7 @@ _REQUESTS = {
 _BATCHES = {
     "two": {"value": {"queries": [{"images": _IMAGES, "k": 5}, {"positives": ["shoes/0017.jpg"]}]}}
 }
-FILE = {"type": "string", "format": "binary"}
+_FILE = {"type": "string", "format": "binary"}
 _NAMES = {"type": "string", "examples": ["colour,price"]}
 _VECTORS = {"type": "string", "examples": ['[{"vector": [0.6, 0.8], "weight": 0.5}]']}
 _TEXTS = {"type": "string", "examples": ['["green"]', '[{"text": "green", "weight": 0.5}]']}
@@ -134,7 +137,7 @@ def _parameters(model: type[SearchFields]) -> list[dict[str, Any]]:
 def _form(max_images: int) -> dict[str, Any]:
     image = {
         "type": "array",
-        "items": FILE,
+        "items": _FILE,
         "maxItems": max_images,
         "description": "JPEG, PNG, WebP, BMP, TIFF, GIF, AVIF or HEIC; one part per image. Of an "
         "animation, the first frame. The content decides the format.",
@@ -147,13 +150,21 @@ def _form(max_images: int) -> dict[str, Any]:
 
 
 def _search_docs() -> dict[str, Any]:
+    body = _image_docs(_form(Settings.max_images), SearchRequest, _REQUESTS)
+    return {"parameters": _parameters(SearchRequest), **body}
+
+
+def _image_docs(
+    form: dict[str, Any], model: type[Strict], examples: dict[str, Any]
+) -> dict[str, Any]:
+    """The body of a request with an image: a form, JSON, or the image itself."""
     content = {
-        FORM: {"schema": _form(Settings.max_images)},
-        JSON: {"schema": inlined(SearchRequest), "examples": _REQUESTS},
-        RAW: {"schema": FILE},
-        IMAGE: {"schema": FILE},
+        FORM: {"schema": form},
+        JSON: {"schema": inlined(model), "examples": examples},
+        RAW: {"schema": _FILE},
+        IMAGE: {"schema": _FILE},
     }
-    return {"parameters": _parameters(SearchRequest), **body_docs(content)}
+    return body_docs(content)
 
 
 def _batch_docs() -> dict[str, Any]:
@@ -164,8 +175,17 @@ def _batch_docs() -> dict[str, Any]:
     return body_docs(content)
 
 
-def _similar_docs() -> dict[str, Any]:
-    return {"parameters": _parameters(SearchFields)}
+def _boxes_docs() -> dict[str, Any]:
+    name = {"type": "string", "description": "Its bundle finds the boxes; default: the first one."}
+    form = {
+        "type": "object",
+        "properties": {"image": _FILE, "gallery": name},
+        "required": ["image"],
+        "additionalProperties": False,
+    }
+    parameter = {"name": "gallery", "in": "query", "required": False, "schema": name}
+    examples = {"image": {"value": {"images": _IMAGES}}}
+    return {"parameters": [parameter], **_image_docs(form, BoxesRequest, examples)}
 
 
 router = APIRouter(route_class=RequestRoute)
@@ -213,7 +233,29 @@ async def search_batch(request: Request) -> Response:
     await requests.charge(request, queries)
     answers = await while_connected(request, runtime.searching.search_all(queries))
     outcomes = b",".join(_outcome(answer, request, runtime.feedback) for answer in answers)
-    return Response(b'{"answers":[' + outcomes + b"]}", headers=NO_STORE, media_type=JSON)
+    return Response(b'{"answers":[' + outcomes + b"]}", headers=_NO_STORE, media_type=JSON)
+
+
+@router.post(
+    "/boxes",
+    response_model=models.BoxesAnswer,
+    responses={
+        200: {"description": "The boxes, best first."},
+        **problems(*FAILURES, *IMAGE_FAILURES, errors.SearchError),
+    },
+    summary="Find objects in a photo",
+)
+@rule("search", "items", "image", docs=_boxes_docs)
+async def boxes(request: Request) -> Response:
+    """The boxes of the objects in a photo, which can be sent as crops of a search.
+
+    Send a form, JSON, or the raw bytes of one image with `gallery` in the query string. 422 if the
+    bundle of the gallery has no detector (`has_boxes` in GET /galleries).
+    """
+    runtime: Runtime = request.app.state.runtime
+    view, gallery = await requests.read_boxes(request)
+    answer = await while_connected(request, _boxes(runtime, view, gallery))
+    return Response(to_json(answer), headers=_NO_STORE, media_type=JSON)
 
 
 router.route_class = Route
@@ -229,7 +271,7 @@ for _path, _by, _item in ITEM_PATHS:
         },
         summary=f"Search with an item{_by}",
     )
-    @rule("search", "items", docs=_similar_docs)
+    @rule("search", "items", docs=lambda: {"parameters": _parameters(SearchFields)})
     async def similar(
         runtime: Service, request: Request, name: str, generation: Generation, ref: ItemRef = _item
     ) -> Response:
@@ -276,7 +318,7 @@ for _path, _by, _item in ITEM_PATHS:
             )
         await requests.charge(request, [query])
         answer = await while_connected(request, _explained(runtime, name, ref, query))
-        return Response(to_json(answer), headers=NO_STORE, media_type=JSON)
+        return Response(to_json(answer), headers=_NO_STORE, media_type=JSON)
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
@@ -316,6 +358,30 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
             watching.cancel()
 
 
+async def _boxes(runtime: Runtime, view: View, gallery: str | None) -> models.BoxesAnswer:
+    async with runtime.registry.find(gallery) as served:
+        model = served.model
+        detector = model.embedder.boxes
+        if detector is None:
+            raise errors.InvalidParameterError(
+                f"The model of gallery {served.name}, bundle {model.bundle_id[:SHORT]}, has no "
+                "detector. Attach one with kinlens-train attach BUNDLE --boxes detector.onnx, and "
+                "serve the new bundle; galleries need no rebuild. Or search with crops = auto."
+            )
+        served.acquire()  # until the search thread is done, even if the client has disconnected
+        async with within(runtime.settings.request_timeout_ms / 1e3, *_BOXES_LIMITED):
+            work = partial(model.boxes, view)
+            found = await runtime.search_threads.run(work, after=served.release)
+        return models.BoxesAnswer(
+            bundle_id=model.bundle_id,
+            gallery=served.name,
+            boxes=[
+                models.BoxModel(box=one.box, score=one.score, label=detector.label(one.kind))
+                for one in found
+            ],
+        )
+
+
 async def _explained(
     runtime: Runtime, name: str, ref: ItemRef, query: Query
 ) -> models.ExplainAnswer:
@@ -334,7 +400,7 @@ async def _explained(
 def _response(answer: Answer, feedback: FeedbackStore | None, like: str = "") -> Response:
     timings = _timings(answer)
     stages = ", ".join([f"{stage};dur={ms}" for stage, ms in timings.items()])
-    headers = {**NO_STORE, "X-Kinlens-Bundle": answer.bundle_id, "Server-Timing": stages}
+    headers = {**_NO_STORE, "X-Kinlens-Bundle": answer.bundle_id, "Server-Timing": stages}
     return Response(_json(answer, timings, feedback, like), headers=headers, media_type=JSON)
 
 

@@ -61,38 +61,23 @@ _REFUSALS = (  # of operations that need a scope
 _OF_BODIES = (BODY_TOO_SLOW, BODY_TOO_LARGE, UNSUPPORTED_MEDIA)
 _PROBLEM = {"$ref": "#/components/schemas/Problem"}
 _RETRY_AFTER = {"Retry-After": {"schema": {"type": "integer"}, "description": "Seconds to wait."}}
-_TEXTS = {
-    400: "The image is empty, the form is malformed, or the host is not allowed.",
-    401: "The operation needs an API key, or the API key is unknown.",
-    403: "The API key lacks the required scope, or its binding does not cover this operation.",
-    404: "The gallery, item, job or key is unknown, or the link is for another gallery version.",
-    408: "The body did not arrive in time.",
-    409: "The current state does not allow this.",
-    413: "The body or the image is larger than the limit.",
-    415: "The image format, content type or content encoding is not supported.",
-    422: "A parameter is missing or outside its range, or the image is damaged.",
-    429: "More requests than the rate allows, or more new items than the index takes; retry after "
-    "Retry-After seconds.",
-    500: "Something failed inside the service.",
-    503: "The service is too busy or cannot respond now; retry after Retry-After seconds.",
-}
 
 
 def problems(*kinds: ProblemType | type[KinlensError]) -> dict[int | str, dict[str, Any]]:
     """The `responses=` of a route: these problems or errors, and those of every route."""
-    responses: dict[int | str, dict[str, Any]] = {}
     found = {kind if isinstance(kind, ProblemType) else PROBLEM_TYPES[kind] for kind in kinds}
+    examples: dict[int | str, dict[str, Any]] = {}
     for kind in sorted({*found, *_OF_ALL}, key=lambda kind: (kind.status, kind.slug)):
-        response = responses.setdefault(
-            kind.status,
-            {
-                "description": _TEXTS[kind.status],
-                "content": {MEDIA_TYPE: {"schema": _PROBLEM, "examples": {}}},
-                **({"headers": _RETRY_AFTER} if kind.status in (429, 503) else {}),
-            },
-        )
-        response["content"][MEDIA_TYPE]["examples"][kind.slug] = {"value": _example(kind)}
-    return responses
+        examples.setdefault(kind.status, {})[kind.slug] = {"value": _example(kind)}
+    return {status: _response(status, shown) for status, shown in examples.items()}
+
+
+def _response(status: int | str, examples: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "description": ". ".join(example["value"]["title"] for example in examples.values()) + ".",
+        "content": {MEDIA_TYPE: {"schema": _PROBLEM, "examples": examples}},
+        **({"headers": _RETRY_AFTER} if status in (429, 503) else {}),
+    }
 
 
 def body_docs(content: dict[str, Any], *, required: bool = True) -> dict[str, Any]:
@@ -218,13 +203,9 @@ def _add_problems(
     """Add to the answers of an operation, which may share them with others."""
     for status, response in problems(*kinds).items():
         known = operation["responses"].get(str(status), response)
-        examples = {
-            slug: example
-            for answer in (known, response)
-            for slug, example in answer["content"][MEDIA_TYPE]["examples"].items()
-        }
-        content = {MEDIA_TYPE: {"schema": _PROBLEM, "examples": examples}}
-        operation["responses"][str(status)] = {**known, "content": content}
+        examples = known["content"][MEDIA_TYPE]["examples"]
+        more = response["content"][MEDIA_TYPE]["examples"]
+        operation["responses"][str(status)] = known | _response(status, examples | more)
 
 
 def _example(kind: ProblemType) -> dict[str, Any]:
@@ -232,6 +213,6 @@ def _example(kind: ProblemType) -> dict[str, Any]:
         "type": kind.type,
         "title": kind.title,
         "status": kind.status,
-        "detail": _TEXTS[kind.status],
+        "detail": "What was wrong, the limit, and what to do.",
         "request_id": "6f0c2d8e5b7a4c31a1d0c9e8f7b6a594",
     }

@@ -22,7 +22,7 @@ _TABLE: dict[tuple[str | None, str], str] = {
         GET /galleries/{name}/items/{item_id}           GET /galleries/{name}/items/{item_id}/image
         GET /galleries/{name}/items/{item_id}/similar
         POST /galleries/{name}/items/{item_id}/explain
-        GET /galleries/{name}/items/by-key/{key:item_key}
+        GET /galleries/{name}/items/by-key/{key:path}
         GET /galleries/{name}/items/by-key/{key:path}/image
         GET /galleries/{name}/items/by-key/{key:path}/similar
         POST /galleries/{name}/items/by-key/{key:path}/explain
@@ -36,8 +36,8 @@ _TABLE: dict[tuple[str | None, str], str] = {
         PUT /galleries/{name}/items                     PATCH /galleries/{name}/items
         DELETE /galleries/{name}/items                  DELETE /galleries/{name}/items/{item_id}
         POST /galleries/{name}/items/delete             POST /galleries/{name}/items/restore
-        PATCH /galleries/{name}/items/by-key/{key:item_key}
-        DELETE /galleries/{name}/items/by-key/{key:item_key}
+        PATCH /galleries/{name}/items/by-key/{key:path}
+        DELETE /galleries/{name}/items/by-key/{key:path}
     """,
     ("write", "galleries"): """
         GET /galleries/{name}/golden    POST /galleries/{name}/golden

@@ -67,7 +67,7 @@ def test_each_change_is_one_line_with_its_author(shop) -> None:
         ("anonymous", "POST /galleries", "shop", None, None, 201),
         ("feed", f"PUT {i}", "shop", None, 3, 200),
         ("feed", f"PATCH {i}", "shop", None, 1, 200),
-        ("feed", f"DELETE {i}/by-key/{{key:item_key}}", "shop", None, 1, 200),
+        ("feed", f"DELETE {i}/by-key/{{key:path}}", "shop", None, 1, 200),
         ("anonymous", f"POST {i}/restore", "shop", None, 1, 200),
         ("anonymous", f"POST {i}/delete", "shop", None, 3, 200),
         ("feed", f"POST {g}/golden", "shop", None, 1, 200),

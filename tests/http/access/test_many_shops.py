@@ -41,7 +41,7 @@ class Aim:
 
     def path(self, template: str) -> str:
         parts = {"name": self.gallery, "item_id": self.item, "key": self.key}
-        parts |= {"key:item_key": self.key, "key:path": self.key, "sha256": self.sha256}
+        parts |= {"key:path": self.key, "sha256": self.sha256}
         parts |= {"job_id": self.job}
         return re.sub(r"\{([^}]+)\}", lambda found: str(parts[found[1]]), template)
 
@@ -112,7 +112,7 @@ ASKED: dict[str, list[Body]] = {
     "POST /galleries/{name}/items/restore": [
         lambda aim: {"json": {"keys": [aim.key, "rival/gone"]}}
     ],
-    "PATCH /galleries/{name}/items/by-key/{key:item_key}": [lambda _: {"json": {"price": 1}}],
+    "PATCH /galleries/{name}/items/by-key/{key:path}": [lambda _: {"json": {"price": 1}}],
     "GET /galleries/{name}/items/{item_id}/image": IMAGES,
     "GET /galleries/{name}/items/by-key/{key:path}/image": IMAGES,
     "POST /galleries/{name}/items/{item_id}/explain": [lambda _: form()],

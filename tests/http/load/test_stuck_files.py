@@ -48,7 +48,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "DELETE /galleries/{name}/items": {"params": {"key": "a"}},
     "POST /galleries/{name}/items/delete": {"json": {"filter": "price > 1"}},
     "POST /galleries/{name}/items/restore": {"json": {"keys": ["a"]}},
-    "PATCH /galleries/{name}/items/by-key/{key:item_key}": {"json": {"price": 1}},
+    "PATCH /galleries/{name}/items/by-key/{key:path}": {"json": {"price": 1}},
     "POST /galleries/{name}/golden": {"files": IMAGE | {"label": (None, '{"no_match": true}')}},
     "POST /galleries/{name}/swap": {"json": {"with": "other"}},
     "POST /galleries/{name}/rebuild": {"json": {"bundle_id": "f" * 64}},

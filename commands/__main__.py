@@ -3,7 +3,7 @@
 from typing import Any
 
 from kinlens.embedder.machine import require_faiss
-from kinlens.environment import isolate, missing_package
+from kinlens.environment import ENGINES, isolate, missing_package
 
 require_faiss("kinlens-index")
 
@@ -21,7 +21,7 @@ try:
     from kinlens.commands.console import errors_shown
     from kinlens.embedder.programs.console import Commands, VersionOption, add_group, new_program
 except ModuleNotFoundError as missing:
-    raise SystemExit(missing_package("kinlens-index", missing, "cpu", "gpu")) from None
+    raise SystemExit(missing_package("kinlens-index", missing, *ENGINES)) from None
 
 
 _CARE = "Maintain and measure"

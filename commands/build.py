@@ -22,11 +22,11 @@ from kinlens.commands.options import (
     NoCompactOption,
     StoreArgument,
     VectorTypeOption,
-    grouped,
     place_of,
 )
 from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.errors import BundleMismatchError
+from kinlens.embedder.programs.console import command
 from kinlens.embedder.types import SHORT
 from kinlens.indexer.folder.layout import GalleryFolder
 from kinlens.indexer.folder.manifest import REPORT, name_of
@@ -37,7 +37,7 @@ from kinlens.indexer.types import VectorType
 from kinlens.library.bundles import bundle_folder
 from kinlens.library.galleries import build_source
 from kinlens.library.images import source_of
-from kinlens.library.stores import calibrate
+from kinlens.library.stores import fit_probabilities, note
 from kinlens.library.upkeep import import_gallery
 
 app = typer.Typer()
@@ -58,10 +58,7 @@ SplitOption = Annotated[
 ]
 
 
-@app.command(
-    epilog="Example: kinlens-index build shop/images --bundle bundles/shop --out galleries/shop"
-)
-@grouped
+@command(app, "kinlens-index build shop/images --bundle bundles/shop --out galleries/shop")
 def build(
     out: Annotated[Path, typer.Option(help="Folder of the gallery; its content is replaced.")],
     index: IndexOptions,
@@ -122,7 +119,7 @@ def build(
         for line in (*source.omitted.lines(), *plan.lines()):
             stdout.print(line)
     made = BuildSettings(name, batches.settings, settings, vector_type, folder, dims)
-    report = build_source(source, embedder, out, made, shown=True)
+    gallery, report = build_source(source, embedder, out, made, shown=True)
     text = (
         f"Gallery {out}, generation {report.generation}: {report.indexed:,} items "
         f"({report.embedded:,} embedded, {report.reused:,} reused, "
@@ -131,14 +128,12 @@ def build(
     ) + carried_text(report.carried)
     file = GalleryFolder(out).current() / REPORT
     print_report(report, json, text, *failure_lines(report.failures, report.found, f"in {file}"))
-    calibrate(out)
+    with gallery:
+        fit_probabilities(gallery.store, note)
     exit_with_skipped(report.failures)
 
 
-@app.command(
-    epilog="Example: kinlens-index add galleries/shop shop/images/new --bundle bundles/shop"
-)
-@grouped
+@command(app, "kinlens-index add galleries/shop shop/images/new --bundle bundles/shop")
 def add(
     gallery: StoreArgument,
     bundle: Annotated[Path, typer.Option(help="Model bundle that the gallery was built with.")],

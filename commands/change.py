@@ -10,6 +10,7 @@ from kinlens.commands import stores
 from kinlens.commands.console import SHOWN, err, print_report
 from kinlens.commands.options import JsonOption, NoCompactOption, StoreArgument, WhereOption
 from kinlens.embedder.errors import InvalidParameterError, SourceError
+from kinlens.embedder.programs.console import command
 from kinlens.embedder.sources.tables import PRODUCT
 from kinlens.indexer.attributes import DATE, Schema, parse_value
 from kinlens.indexer.filters.tree import Exists
@@ -25,9 +26,7 @@ Change = Mapping[str, AttributeValue | None]
 KeysArgument = Annotated[list[str] | None, typer.Argument(metavar="KEY", help="Keys of items.")]
 
 
-@app.command(
-    epilog="Example: kinlens-index update galleries/shop A17 --set price=12.5 --unset sale"
-)
+@command(app, "kinlens-index update galleries/shop A17 --set price=12.5 --unset sale")
 def update(
     gallery: StoreArgument,
     keys: KeysArgument = None,
@@ -103,7 +102,7 @@ def _hints(
             yield f"{name} is new and is a text; for numbers write {name}:number={written}"
 
 
-@app.command(epilog="Example: kinlens-index remove galleries/shop --where 'sale = true' --dry-run")
+@command(app, "kinlens-index remove galleries/shop --where 'sale = true' --dry-run")
 def remove(
     gallery: StoreArgument,
     keys: KeysArgument = None,
@@ -140,7 +139,7 @@ def remove(
             stores.compact_if_due(opened.store, no_compact)
 
 
-@app.command(epilog="Example: kinlens-index unremove galleries/shop A17 B2")
+@command(app, "kinlens-index unremove galleries/shop A17 B2")
 def unremove(
     gallery: StoreArgument,
     keys: KeysArgument = None,
@@ -163,7 +162,7 @@ def unremove(
             err.print(f"Not restored: {_some(left)}", soft_wrap=True)
 
 
-@app.command(epilog="Example: kinlens-index attributes galleries/shop retype price number")
+@command(app, "kinlens-index attributes galleries/shop retype price number")
 def attributes(
     gallery: StoreArgument,
     action: Annotated[

@@ -13,6 +13,7 @@ from kinlens.commands.console import (
 from kinlens.commands.options import BatchOption, DeviceOption, JsonOption
 from kinlens.embedder.engines.models import SessionSettings
 from kinlens.embedder.manifest import Engine, Precision
+from kinlens.embedder.programs.console import command
 from kinlens.embedder.programs.progress import progress_bar
 from kinlens.indexer.ingest.embed import refuse_unreadable
 from kinlens.indexer.ingest.parts import (
@@ -27,9 +28,10 @@ from kinlens.indexer.ingest.parts import (
 app = typer.Typer()
 
 
-@app.command(
-    epilog="Example: kinlens-index embed s3://shop/images --bundle bundles/shop --out "
-    "s3://shop/vectors --part 3/16"
+@command(
+    app,
+    "kinlens-index embed s3://shop/images --bundle bundles/shop --out s3://shop/vectors "
+    "--part 3/16",
 )
 def embed(
     source: Annotated[

@@ -9,8 +9,9 @@ from typing import Annotated
 import typer
 
 from kinlens.commands.console import exit_if_empty, print_report
-from kinlens.commands.options import GalleryArgument, JsonOption, ModelOptions, grouped
+from kinlens.commands.options import CropOption, GalleryArgument, JsonOption, ModelOptions
 from kinlens.embedder.errors import InvalidParameterError
+from kinlens.embedder.programs.console import command
 from kinlens.golden import GoldenQueries
 from kinlens.indexer.attributes import parse_value
 from kinlens.indexer.gallery import Gallery
@@ -22,9 +23,7 @@ app = typer.Typer(no_args_is_help=True)
 guarantees = typer.Typer()
 
 
-@app.command(
-    epilog="Example: kinlens-index golden add galleries/shop --query photo.jpg --keys A17,A18"
-)
+@command(app, "kinlens-index golden add galleries/shop --query photo.jpg --keys A17,A18")
 def add(
     gallery: GalleryArgument,
     query: Annotated[
@@ -45,13 +44,7 @@ def add(
         list[str] | None,
         typer.Option(help="Words, alone or added to the image. Repeat to join.", metavar="WORDS"),
     ] = None,
-    crop: Annotated[
-        str | None,
-        typer.Option(
-            help="Search with a part of the image, or with each of several: auto.",
-            metavar="auto|L,T,W,H",
-        ),
-    ] = None,
+    crop: CropOption = None,
     csv: Annotated[
         Path | None,
         typer.Option(
@@ -86,7 +79,7 @@ def add(
                 keys=split,
                 attribute=name,
                 value=value,
-                crop=quality.crop_of(crop),
+                crop=crop,
                 texts=text or (),
             )
             added = GoldenQueries(queries=[one])
@@ -94,7 +87,7 @@ def add(
     print_report(added, json, f"{len(added.queries):,} queries labelled; {count:,} in all.")
 
 
-@app.command("list", epilog="Example: kinlens-index golden list galleries/shop")
+@command(app, "kinlens-index golden list galleries/shop", name="list")
 def list_(gallery: GalleryArgument, json: JsonOption = False) -> None:
     """Show the queries and their labels. Exits with 1 if there are none."""
     found = quality.golden(gallery)
@@ -105,7 +98,7 @@ def list_(gallery: GalleryArgument, json: JsonOption = False) -> None:
     )
 
 
-@app.command(epilog="Example: kinlens-index golden remove galleries/shop 0f3a91c2b7de")
+@command(app, "kinlens-index golden remove galleries/shop 0f3a91c2b7de")
 def remove(
     gallery: GalleryArgument,
     ids: Annotated[list[str], typer.Argument(metavar="ID", help="Ids from `golden list`.")],
@@ -117,8 +110,7 @@ def remove(
     print_report(left, json, f"{count:,} queries removed; {len(left.queries):,} in all.")
 
 
-@app.command(epilog="Example: kinlens-index golden run galleries/shop --bundle bundles/shop")
-@grouped
+@command(app, "kinlens-index golden run galleries/shop --bundle bundles/shop")
 def run(
     gallery: GalleryArgument,
     bundle: Annotated[Path, typer.Option(help="Model bundle that the gallery was built with.")],
@@ -144,7 +136,7 @@ def run(
     print_report(report, json)
 
 
-@app.command(epilog="Example: kinlens-index golden runs galleries/shop --json")
+@command(app, "kinlens-index golden runs galleries/shop --json")
 def runs(gallery: GalleryArgument, json: JsonOption = False) -> None:
     """Show the reports of earlier runs, newest first. Exits with 1 if there are none."""
     found = quality.golden_runs(gallery)
@@ -155,10 +147,7 @@ def runs(gallery: GalleryArgument, json: JsonOption = False) -> None:
     )
 
 
-@guarantees.command(
-    epilog="Example: kinlens-index guarantee galleries/shop --bundle bundles/shop --by category"
-)
-@grouped
+@command(guarantees, "kinlens-index guarantee galleries/shop --bundle bundles/shop --by category")
 def guarantee(
     gallery: GalleryArgument,
     model: ModelOptions,

@@ -1,11 +1,8 @@
 """Options that several commands share, and functions that interpret them."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
-from functools import wraps
-from inspect import Parameter, Signature, signature
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -19,9 +16,18 @@ from kinlens.indexer.index.plan import IndexChoice, IndexSettings
 from kinlens.indexer.ingest.embed import EmbedSettings
 from kinlens.indexer.types import VectorType
 from kinlens.library.bundles import bundle_folder
-from kinlens.library.images import BatchChoice
+from kinlens.library.images import BatchChoice, crop_of
 
 Index = Literal["auto", IndexKind]
+
+
+def _crop(text: str) -> object:
+    """A part of an image. Raises: BadParameter for another text."""
+    try:
+        return crop_of(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
 
 GalleryArgument = Annotated[Path, typer.Argument(metavar="GALLERY", help="Folder of the gallery.")]
 StoreArgument = Annotated[
@@ -34,6 +40,16 @@ ImageRootOption = Annotated[
     str | None,
     typer.Option(
         metavar="DIR", help="Folder or address of the images, if they were moved: s3://shop/photos."
+    ),
+]
+CropOption = Annotated[
+    Any,
+    typer.Option(
+        parser=_crop,
+        metavar="auto|L,T,W,H",
+        help="For a busy photo, auto: search with the whole image and with parts of it, the boxes "
+        "of a detector if the bundle has one. Or one part: left,top,width,height as fractions of "
+        "the image.",
     ),
 ]
 WhereOption = Annotated[str | None, typer.Option(help="Filter: 'colour = \"red\" and price < 20'.")]
@@ -72,7 +88,7 @@ _DEVICES = {
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """How to run a model. For `grouped`."""
+    """How to run a model."""
 
     device: DeviceOption = "cpu"
     allow_cpu_fallback: Annotated[
@@ -106,7 +122,7 @@ class ModelOptions:
 
 @dataclass(frozen=True, slots=True)
 class BatchOptions:
-    """How many images are embedded at a time. For `grouped`."""
+    """How many images are embedded at a time."""
 
     batch_size: BatchOption = 32
     workers: Annotated[int, typer.Option(min=0, max=256, help="Threads; 0: one per core.")] = 0
@@ -124,7 +140,7 @@ class BatchOptions:
 
 @dataclass(frozen=True, slots=True)
 class IndexOptions:
-    """Which index to make. For `grouped`."""
+    """Which index to make."""
 
     index: Annotated[
         Index | None, typer.Option(help="Index type; auto picks one that fits the memory.")
@@ -146,26 +162,6 @@ class IndexOptions:
             target_recall=self.target_recall,
             index_device=self.index_device,
         )
-
-
-def grouped(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the fields of its parameters that are dataclasses as options of its own."""
-    hints = get_type_hints(command, include_extras=True)
-    groups: dict[str, Any] = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
-    parameters: list[Parameter] = []
-    for name, parameter in signature(command).parameters.items():
-        kind = groups.get(name)
-        parameters += [parameter] if kind is None else signature(kind).parameters.values()
-
-    @wraps(command)
-    def run(**given: Any) -> None:
-        for name, kind in groups.items():
-            given[name] = kind(**{field.name: given.pop(field.name) for field in fields(kind)})
-        command(**given)
-
-    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
-    return run
 
 
 def place_of(embedder: Embedder) -> str:

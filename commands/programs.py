@@ -4,7 +4,7 @@ import sys
 from importlib import import_module
 from typing import Any
 
-from kinlens.environment import missing_package
+from kinlens.environment import ENGINES, missing_package
 
 try:
     from typer.core import TyperCommand
@@ -12,7 +12,7 @@ try:
 
     from kinlens.embedder.programs.console import Commands, VersionOption, new_program
 except ModuleNotFoundError as missing:
-    raise SystemExit(missing_package("kinlens", missing, "cpu", "gpu")) from None
+    raise SystemExit(missing_package("kinlens", missing, *ENGINES)) from None
 
 _PROGRAMS = {
     "train": ("kinlens.training.__main__", "Train an embedding and export a model bundle."),

@@ -12,16 +12,17 @@ from kinlens.calls import QueryText
 from kinlens.commands import stores
 from kinlens.commands.console import exit_if_empty, print_report
 from kinlens.commands.options import (
+    CropOption,
     IndexDeviceOption,
     JsonOption,
     ModelOptions,
     StoreArgument,
     WhereOption,
-    grouped,
 )
 from kinlens.embedder import explain as where
 from kinlens.embedder.errors import ItemNotFoundError, SourceError
-from kinlens.embedder.preprocess import Box, check_box, decode
+from kinlens.embedder.preprocess import Box, decode
+from kinlens.embedder.programs.console import command
 from kinlens.embedder.session import read_pixels
 from kinlens.embedder.types import Hit as PlainHit
 from kinlens.indexer.filters.text import parse_filter
@@ -87,10 +88,7 @@ class Found:
         )
 
 
-@app.command(
-    epilog="Example: kinlens-index search galleries/shop --image new.jpg --bundle bundles/shop -k 5"
-)
-@grouped
+@command(app, "kinlens-index search galleries/shop --image new.jpg --bundle bundles/shop -k 5")
 def search(
     gallery: StoreArgument,
     model: ModelOptions,
@@ -111,15 +109,7 @@ def search(
     bundle: Annotated[
         Path | None, typer.Option(help="Model bundle for --image and --text.")
     ] = None,
-    crop: Annotated[
-        str | None,
-        typer.Option(
-            metavar="auto|L,T,W,H",
-            help="For a busy photo, auto: search with the whole image and with parts of it, the "
-            "boxes of a detector if the bundle has one. Or one part: left,top,width,height as "
-            "fractions of the image.",
-        ),
-    ] = None,
+    crop: CropOption = None,
     vector: Annotated[
         Path | None, typer.Option(help="Unit vectors to search with: .npy, (D,) or (Q, D).")
     ] = None,
@@ -219,7 +209,7 @@ def search(
             texts=texts,
             positives=like or (),
             negatives=unlike or (),
-            crops=AUTO if is_auto else [_box(crop)] if crop else None,
+            crops=[crop] if crop and not is_auto else crop,
             group_by=group_by,
             group_size=group_size,
             facets=facets.split(",") if facets else (),
@@ -234,7 +224,7 @@ def search(
     )
 
 
-@app.command(epilog="Example: kinlens-index show galleries/shop shoes/red.jpg")
+@command(app, "kinlens-index show galleries/shop shoes/red.jpg")
 def show(
     gallery: StoreArgument,
     key: Annotated[str, typer.Argument(metavar="KEY", help="Key of the item.")],
@@ -253,7 +243,7 @@ def show(
     print_report(item, json, *(f"{name:10} {value}" for name, value in facts.items()))
 
 
-@app.command(epilog="Example: kinlens-index explain new.jpg shoes/red.jpg --bundle bundles/shop")
+@command(app, "kinlens-index explain new.jpg shoes/red.jpg --bundle bundles/shop")
 def explain(
     query: Annotated[Path, typer.Argument(metavar="QUERY", help="Query image.")],
     hit: Annotated[Path, typer.Argument(metavar="HIT", help="Image to compare it with.")],
@@ -291,7 +281,7 @@ def _check_usage(
     vector: Path | None,
     like: list[str] | None,
     unlike: list[str] | None,
-    crop: str | None,
+    crop: object,
 ) -> None:
     if sum(map(bool, (image or texts, vector, like))) != 1:
         raise typer.BadParameter("Pass exactly one of: --image or --text, --vector, --like.")
@@ -301,17 +291,6 @@ def _check_usage(
         raise typer.BadParameter("--unlike needs at least one --like.")
     if crop and not image:
         raise typer.BadParameter("--crop needs --image.")
-
-
-def _box(crop: str) -> Box:
-    try:
-        sides = [float(side) for side in crop.split(",")]
-    except ValueError as error:
-        raise typer.BadParameter(
-            f"--crop {crop!r:.80} is neither auto nor left,top,width,height as fractions of the "
-            "image, such as 0.1,0.2,0.5,0.5."
-        ) from error
-    return check_box(sides)
 
 
 def _lines(answers: Sequence[Hits]) -> Iterator[str]:
@@ -324,7 +303,7 @@ def _lines(answers: Sequence[Hits]) -> Iterator[str]:
         yield from answer.lines()
 
 
-@app.command(epilog="Example: kinlens-index duplicates galleries/shop --json > near.json")
+@command(app, "kinlens-index duplicates galleries/shop --json > near.json")
 def duplicates(
     gallery: StoreArgument,
     min_score: Annotated[

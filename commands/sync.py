@@ -15,19 +15,15 @@ from kinlens.commands.options import (
     ModelOptions,
     NoCompactOption,
     StoreArgument,
-    grouped,
 )
-from kinlens.embedder.programs.console import print_error
+from kinlens.embedder.programs.console import command, print_error
 from kinlens.indexer.ingest.sync import SyncReport, source_of
 from kinlens.library.stores import bundle_of
 
 app = typer.Typer()
 
 
-@app.command(
-    epilog="Example: kinlens-index sync galleries/shop shop/images --bundle bundles/shop --dry-run"
-)
-@grouped
+@command(app, "kinlens-index sync galleries/shop shop/images --bundle bundles/shop --dry-run")
 def sync(
     gallery: StoreArgument,
     source: Annotated[

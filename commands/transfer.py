@@ -17,6 +17,7 @@ from kinlens.commands.options import (
     StoreArgument,
     VectorTypeOption,
 )
+from kinlens.embedder.programs.console import command
 from kinlens.indexer.exchange.milvus_index import MilvusIndex
 from kinlens.indexer.index.index_types import IndexKind
 from kinlens.library import stores, upkeep
@@ -24,7 +25,7 @@ from kinlens.library import stores, upkeep
 app = typer.Typer()
 
 
-@app.command(epilog="Example: kinlens-index export galleries/shop --out shop.parquet")
+@command(app, "kinlens-index export galleries/shop --out shop.parquet")
 def export(
     gallery: StoreArgument,
     file: Annotated[Path, typer.Option("--out", help="Parquet file to write.")],
@@ -36,9 +37,7 @@ def export(
     print_report({"file": str(file), "items": count}, json, f"{count:,} items in {file}.")
 
 
-@app.command(
-    "import", epilog="Example: kinlens-index import shop.parquet --out galleries/shop --index hnsw"
-)
+@command(app, "kinlens-index import shop.parquet --out galleries/shop --index hnsw", name="import")
 def import_(
     sources: Annotated[
         list[str],
@@ -123,7 +122,7 @@ def import_(
     )
 
 
-@app.command(epilog="Example: kinlens-index backup galleries/shop --out backups/shop-1")
+@command(app, "kinlens-index backup galleries/shop --out backups/shop-1")
 def backup(
     gallery: GalleryArgument,
     folder: Annotated[Path, typer.Option("--out", help="New folder for the backup.")],
@@ -135,7 +134,7 @@ def backup(
     print_report(report, json, f"Backup {folder} of {report.name}: {size}.")
 
 
-@app.command(epilog="Example: kinlens-index restore backups/shop-1 --out galleries/shop --replace")
+@command(app, "kinlens-index restore backups/shop-1 --out galleries/shop --replace")
 def restore(
     source: Annotated[Path, typer.Argument(metavar="BACKUP", help="Folder of the backup.")],
     gallery: Annotated[Path, typer.Option("--out", help="Folder of the gallery.")],
@@ -150,9 +149,7 @@ def restore(
     print_report(report, json, f"Gallery {gallery} ({manifest.name}) restored from {source}.")
 
 
-@app.command(
-    epilog="Example: kinlens-index publish galleries/shop s3://shop/gallery --pictures --every 5s"
-)
+@command(app, "kinlens-index publish galleries/shop s3://shop/gallery --pictures --every 5s")
 def publish(
     gallery: GalleryArgument,
     address: Annotated[

@@ -16,8 +16,8 @@ from kinlens.commands.options import (
     RecallOption,
     StoreArgument,
     VectorTypeOption,
-    grouped,
 )
+from kinlens.embedder.programs.console import command
 from kinlens.indexer.checks.stats import stats_of
 from kinlens.indexer.gallery import Gallery
 from kinlens.library import quality, stores, upkeep
@@ -27,8 +27,7 @@ app = typer.Typer()
 _TABLES = ("formats", "attributes")
 
 
-@app.command(epilog="Example: kinlens-index compact galleries/shop --index hnsw")
-@grouped
+@command(app, "kinlens-index compact galleries/shop --index hnsw")
 def compact(
     gallery: GalleryArgument,
     index: IndexOptions,
@@ -47,7 +46,7 @@ def compact(
     print_report(report, json)
 
 
-@app.command(epilog="Example: kinlens-index calibrate galleries/shop --product sku")
+@command(app, "kinlens-index calibrate galleries/shop --product sku")
 def calibrate(
     gallery: GalleryArgument,
     product: Annotated[
@@ -68,8 +67,7 @@ def calibrate(
     print_report(found.without_queries(), json)
 
 
-@app.command(epilog="Example: kinlens-index plan 1000000 128 --memory-mb 1200")
-@grouped
+@command(app, "kinlens-index plan 1000000 128 --memory-mb 1200")
 def plan(
     n: Annotated[int, typer.Argument(metavar="N", help="Number of vectors.")],
     dim: Annotated[int, typer.Argument(metavar="DIM", help="Dimension of a vector.")],
@@ -87,7 +85,7 @@ def plan(
         print_report(upkeep.Plans.of(chosen), json, *chosen.lines())
 
 
-@app.command(epilog="Example: kinlens-index stats galleries/shop --json")
+@command(app, "kinlens-index stats galleries/shop --json")
 def stats(gallery: StoreArgument, json: JsonOption = False) -> None:
     """Show facts about a gallery: size, index, disk and attributes."""
     with stores.opened(gallery) as store:
@@ -99,10 +97,7 @@ def stats(gallery: StoreArgument, json: JsonOption = False) -> None:
     print_report(facts, json, *lines)
 
 
-@app.command(
-    epilog="Example: kinlens-index verify galleries/shop --bundle bundles/shop --sample 500"
-)
-@grouped
+@command(app, "kinlens-index verify galleries/shop --bundle bundles/shop --sample 500")
 def verify(
     gallery: GalleryArgument,
     model: ModelOptions,

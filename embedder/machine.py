@@ -11,7 +11,7 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from kinlens.environment import missing_package
+from kinlens.environment import ENGINES, missing_package
 
 CONTROL_GROUP = Path("/sys/fs/cgroup")
 
@@ -147,7 +147,7 @@ def require_faiss(command: str) -> None:
     try:
         importlib.import_module("faiss")
     except ModuleNotFoundError as missing:
-        raise SystemExit(missing_package(command, missing, "cpu", "gpu")) from None
+        raise SystemExit(missing_package(command, missing, *ENGINES)) from None
     except Exception as error:
         raise SystemExit(
             f"Error: FAISS cannot be loaded: {' '.join(str(error).split())} In a new environment, "

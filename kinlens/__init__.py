@@ -18,7 +18,7 @@ Each name is imported on first use, so `import kinlens` is cheap.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from kinlens.environment import missing_package, refuse_telemetry
+from kinlens.environment import ENGINES, TRAINING, missing_package, refuse_telemetry
 
 if TYPE_CHECKING:
     import kinlens.library.plots as plot
@@ -46,23 +46,21 @@ _CLIENT = {
     "Client": "kinlens.client",
     "NewItem": "kinlens.calls",
 }
-_ENGINES = ("cpu", "gpu")
-_TRAINING = ("cpu,training", "gpu,training")
 _LIBRARY = {
-    "Gallery": ("kinlens.library.galleries", _ENGINES),
-    "build": ("kinlens.library.galleries", _ENGINES),
-    "create_gallery": ("kinlens.library.galleries", _ENGINES),
-    "load_bundle": ("kinlens.library.bundles", _ENGINES),
-    "open_gallery": ("kinlens.library.galleries", _ENGINES),
-    "compare": ("kinlens.library.quality", _ENGINES),
-    "compare_plans": ("kinlens.library.upkeep", _ENGINES),
-    "import_gallery": ("kinlens.library.upkeep", _ENGINES),
-    "plan": ("kinlens.library.upkeep", _ENGINES),
-    "restore_gallery": ("kinlens.library.upkeep", _ENGINES),
-    "adapt": ("kinlens.library.models", _TRAINING),
-    "attach": ("kinlens.library.models", _TRAINING),
-    "import_model": ("kinlens.library.models", _TRAINING),
-    "teach_words": ("kinlens.library.models", _TRAINING),
+    "Gallery": ("kinlens.library.galleries", ENGINES),
+    "build": ("kinlens.library.galleries", ENGINES),
+    "create_gallery": ("kinlens.library.galleries", ENGINES),
+    "load_bundle": ("kinlens.library.bundles", ENGINES),
+    "open_gallery": ("kinlens.library.galleries", ENGINES),
+    "compare": ("kinlens.library.quality", ENGINES),
+    "compare_plans": ("kinlens.library.upkeep", ENGINES),
+    "import_gallery": ("kinlens.library.upkeep", ENGINES),
+    "plan": ("kinlens.library.upkeep", ENGINES),
+    "restore_gallery": ("kinlens.library.upkeep", ENGINES),
+    "adapt": ("kinlens.library.models", TRAINING),
+    "attach": ("kinlens.library.models", TRAINING),
+    "import_model": ("kinlens.library.models", TRAINING),
+    "teach_words": ("kinlens.library.models", TRAINING),
 }
 """The module of a name, and the extras that bring what it imports; any one of them is enough."""
 _SUBMODULES = {

@@ -3,11 +3,18 @@
 import contextlib
 import getpass
 import os
+import re
 import stat
 import sys
 import tempfile
+from collections.abc import Iterator
+from importlib.metadata import requires
 from pathlib import Path
 from typing import Any, cast
+
+ENGINES = ("cpu", "gpu")
+TRAINING = ("cpu,training", "gpu,training")
+"""Extras that bring the same packages, for CPUs and for GPUs."""
 
 _NO_TELEMETRY = {
     "ORT_DISABLE_TELEMETRY": "1",  # onnxruntime 1.29 and later report to Microsoft
@@ -134,6 +141,28 @@ def _private_folder() -> Path:
     if _is_private(folder):
         return folder
     return Path(tempfile.mkdtemp(prefix="kinlens-"))  # another user made it first
+
+
+@contextlib.contextmanager
+def needs(user: str, *extras: str) -> Iterator[None]:
+    """Name the extras of `user`, a function or module, if a package is missing that one brings.
+
+    Another module may be one of the caller, such as the file of a backbone. Also a decorator.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as missing:
+        if not is_of_extra(missing):
+            raise
+        reason = missing_package(user, missing, *extras)
+        raise ModuleNotFoundError(reason, name=missing.name) from missing
+
+
+def is_of_extra(missing: ModuleNotFoundError) -> bool:
+    """Whether Kinlens or an extra of it requires a package that could not be imported."""
+    module = (missing.name or "").partition(".")[0]
+    package = {"PIL": "pillow", "sklearn": "scikit-learn"}.get(module, module.replace("_", "-"))
+    return any(re.match(rf"{package}\b", line) for line in requires("kinlens") or ())
 
 
 def missing_package(user: str, error: ModuleNotFoundError, *extras: str) -> str:

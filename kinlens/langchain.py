@@ -8,16 +8,12 @@ from typing import Any
 
 from pydantic import Field
 
-from kinlens.environment import missing_package
+from kinlens.environment import needs
 
-try:
+with needs("kinlens.langchain", "langchain"):
     from langchain_core.callbacks import CallbackManagerForRetrieverRun
     from langchain_core.documents import Document
     from langchain_core.retrievers import BaseRetriever
-except ModuleNotFoundError as missing:
-    raise ModuleNotFoundError(
-        missing_package("kinlens.langchain", missing, "langchain"), name=missing.name
-    ) from None
 
 from kinlens.agents import FoundItem, found_items, read_image
 from kinlens.client import Client

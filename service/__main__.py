@@ -4,7 +4,7 @@ import gc
 import os
 import sys
 
-from kinlens.environment import isolate, missing_package
+from kinlens.environment import ENGINES, isolate, missing_package
 from kinlens.service.encoding import spawn
 
 _LIGHT = frozenset(["audit", "keys", "mcp", "settings"])
@@ -27,7 +27,7 @@ def main() -> None:
     try:
         from kinlens.service.commands import keys, mcp, options  # noqa: F401  they add their commands
     except ModuleNotFoundError as missing:
-        raise SystemExit(missing_package("kinlens-serve", missing, "cpu", "gpu")) from None
+        raise SystemExit(missing_package("kinlens-serve", missing, *ENGINES)) from None
     if not _LIGHT & {*sys.argv[1:2]}:
         from kinlens.service.commands import program  # noqa: F401  it adds the other commands
     gc.freeze()  # nor does any later search look at them

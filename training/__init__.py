@@ -14,6 +14,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from kinlens.environment import TRAINING, needs
+
 if TYPE_CHECKING:
     from kinlens.training.library.api import *  # noqa: F403
     from kinlens.training.library.public import *  # noqa: F403
@@ -25,7 +27,8 @@ def __getattr__(name: str) -> Any:
     # A module of this package is imported by Python itself.
     if not name.startswith("_") and find_spec(f"{__name__}.{name}") is None:
         for module in _MODULES:
-            public = import_module(f"{__name__}.{module}")
+            with needs(f"{__name__}.{name}", *TRAINING):
+                public = import_module(f"{__name__}.{module}")
             if name in public.__all__:
                 return getattr(public, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,20 +7,20 @@ import sys
 from collections.abc import Callable
 
 from kinlens.embedder.errors import JobError, KinlensError
-from kinlens.environment import isolate, missing_package
+from kinlens.environment import ENGINES, TRAINING, is_of_extra, isolate, missing_package
 
 
 def _needs(missing: ModuleNotFoundError) -> SystemExit:
     """The exit message of a command whose package is not installed."""
     if missing.name == "onnxruntime":
-        return SystemExit(missing_package("This command", missing, "cpu", "gpu"))
-    return SystemExit(missing_package("kinlens-train", missing, "cpu,training", "gpu,training"))
+        return SystemExit(missing_package("This command", missing, *ENGINES))
+    return SystemExit(missing_package("kinlens-train", missing, *TRAINING))
 
 
 try:
     import typer
 
-    from kinlens.embedder.programs.console import VersionOption, new_program, print_error
+    from kinlens.embedder.programs.console import Command, VersionOption, new_program, print_error
     from kinlens.training.commands.data import app as data_app
     from kinlens.training.commands.fit import crossval, fit, new, report, search, tournament
     from kinlens.training.commands.models import evaluate, export
@@ -40,15 +40,9 @@ _GROUPS: dict[str, dict[str, Callable[..., None]]] = {
 }  # fmt: skip
 for title, members in _GROUPS.items():
     for name, command in members.items():
-        app.command(name, rich_help_panel=title)(command)
+        app.command(name, cls=Command, rich_help_panel=title)(command)
 app.add_typer(data_app, name="data", rich_help_panel="Research")
 
-
-_PACKAGES = (
-    "matplotlib", "numpy", "onnx", "onnxruntime", "onnxscript", "pandas", "PIL", "pooch", "scipy",
-    "sklearn", "tomli_w", "torch", "torchvision",
-)  # fmt: skip
-"""The modules that the extras bring. A module of the user may lack others."""
 
 _ALONE = (
     "adapt",
@@ -95,7 +89,7 @@ def main() -> None:
         print_error(f"{error}{cure}")
         raise SystemExit(1) from error
     except ModuleNotFoundError as missing:  # a package that the command imports when it starts
-        if (missing.name or "").partition(".")[0] not in _PACKAGES:
+        if not is_of_extra(missing):  # but of a module of the user
             raise
         raise _needs(missing) from None
 

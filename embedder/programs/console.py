@@ -1,15 +1,20 @@
-"""The command line that all three programs share: one form of errors, help that keeps lines, and
-`--version`.
+"""The command line that all three programs share: one form of commands and errors, help that keeps
+lines, and `--version`.
 """
 
+import re
 import sys
-from collections.abc import Sequence
-from typing import Annotated, Any
+from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass
+from functools import wraps
+from inspect import Parameter, Signature, signature
+from typing import Annotated, Any, get_type_hints
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from kinlens import __version__
+from kinlens.embedder.errors import KinlensError
 
 USAGE, FAILURE = 2, 1
 """Exit statuses: the command line is wrong, or what it asked for failed."""
@@ -30,10 +35,34 @@ VersionOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
+_ARGUMENTS = re.compile(
+    r"""`(\w+)`|(?<![\w.'"/-])([a-z]+(?:_[a-z]+)+)(?![\w'"/-]|\.\w)|^(\w+)(?= = )"""
+)
+"""Arguments in a message of the library: in backticks, with an underscore, or with a value."""
+
 
 def print_error(message: str) -> None:
     """Print a message on one line of stderr, as all our programs do."""
     typer.echo(f"error: {' '.join(message.split())}", err=True)
+
+
+class Command(TyperCommand):
+    """A command whose errors name its options where the library names arguments, as `min_score`."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KinlensError as error:
+            error.args = (self._with_options(str(error)), *error.args[1:])
+            raise
+
+    def _with_options(self, message: str) -> str:
+        options = {one.name: max(one.opts, key=len) for one in self.params if one.opts[0][0] == "-"}
+
+        def option(argument: re.Match[str]) -> str:
+            return options.get(argument[1] or argument[2] or argument[3], argument[0])
+
+        return _ARGUMENTS.sub(option, message)
 
 
 class Commands(TyperGroup):
@@ -95,6 +124,44 @@ def new_program(commands: type[Commands] = Commands, **options: Any) -> typer.Ty
     return typer.Typer(
         cls=commands, rich_markup_mode=None, pretty_exceptions_enable=False, **options
     )
+
+
+def command(
+    program: typer.Typer, example: str = "", *, name: str | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Add a function to a program as a command, with an example below its help.
+
+    A parameter that is a dataclass stands for its fields, each of which is an option.
+    """
+
+    def added(function: Callable[..., None]) -> Callable[..., None]:
+        epilog = f"Example: {example}" if example else None
+        program.command(name, cls=Command, epilog=epilog)(_with_fields(function))
+        return function
+
+    return added
+
+
+def _with_fields(function: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the fields of its parameters that are dataclasses as options of its own."""
+    hints = get_type_hints(function, include_extras=True)
+    groups: dict[str, Any] = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
+    if not groups:
+        return function
+    parameters: list[Parameter] = []
+    for name, parameter in signature(function).parameters.items():
+        kind = groups.get(name)
+        parameters += [parameter] if kind is None else signature(kind).parameters.values()
+
+    @wraps(function)
+    def run(**given: Any) -> None:
+        for name, kind in groups.items():
+            given[name] = kind(**{field.name: given.pop(field.name) for field in fields(kind)})
+        function(**given)
+
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    return run
 
 
 def add_group(program: typer.Typer, title: str, *members: typer.Typer) -> None:

@@ -26,10 +26,11 @@ console = Console(stderr=True, markup=False, highlight=False, emoji=False)
 class Advance:
     """Advances a progress bar, which appears at the first call."""
 
-    def __init__(self, progress: Progress, label: str, total: int | None) -> None:
+    def __init__(self, progress: Progress, label: str, total: int | None, unit: str) -> None:
         self._progress = progress
         self._label = label
         self._total = total
+        self._unit = unit
         self._task: TaskID | None = None
 
     def __call__(self, count: int) -> None:
@@ -39,12 +40,12 @@ class Advance:
     def begin(self) -> TaskID:
         """Show the bar."""
         if self._task is None:
-            self._task = self._progress.add_task(self._label, total=self._total)
+            self._task = self._progress.add_task(self._label, total=self._total, unit=self._unit)
         return self._task
 
-    def then(self, label: str, total: int) -> "Advance":
+    def then(self, label: str, total: int, unit: str = "items") -> "Advance":
         """A bar below this one, for the next stage of the work."""
-        return Advance(self._progress, label, total)
+        return Advance(self._progress, label, total, unit)
 
 
 @contextlib.contextmanager
@@ -61,7 +62,7 @@ def progress_bar(
         *(
             [DownloadColumn()]
             if unit == "bytes"
-            else [TextColumn("{task.completed:,} of {task.total:,}"), _Speed(unit)]
+            else [TextColumn("{task.completed:,} of {task.total:,}"), _Speed()]
         ),
         TimeRemainingColumn(elapsed_when_finished=True),
     )
@@ -72,7 +73,7 @@ def progress_bar(
         speed_estimate_period=_SPEED_PERIOD_S,
         disable=not is_shown,
     ) as bars:
-        advance = Advance(bars, label, total)
+        advance = Advance(bars, label, total, unit)
         advance.begin()
         yield advance
 
@@ -84,10 +85,6 @@ def _is_interactive() -> bool:
 
 
 class _Speed(ProgressColumn):
-    def __init__(self, unit: str) -> None:
-        super().__init__()
-        self._unit = unit
-
     def render(self, task: Task) -> Text:
         elapsed_s = task.finished_time or task.elapsed or math.inf
-        return Text(f"{task.speed or task.completed / elapsed_s:.1f} {self._unit}/s")
+        return Text(f"{task.speed or task.completed / elapsed_s:.1f} {task.fields['unit']}/s")

@@ -605,18 +605,18 @@ def _checked(now: Collection, queries: Embeddings, k: int, options: SearchOption
     queries = check_search(k, options, now.facts.dim, queries)
     if options.exact and not is_exact(now.facts.kind):
         raise InvalidParameterError(
-            f"exact: the gallery has the index {now.facts.kind} on Milvus, which "
-            "cannot compare with every vector. Omit exact, or use a higher effort."
+            f"`exact`: the gallery has the index {now.facts.kind} on Milvus, which "
+            "cannot compare with every vector. Omit `exact`, or use a higher `effort`."
         )
     if options.near is not None:
         raise InvalidParameterError(
-            "near: near-duplicates cannot be excluded on Milvus. Use distinct = true, which "
+            "`near`: near-duplicates cannot be excluded on Milvus. Use `distinct`, which "
             "excludes equal content, or import the gallery into a folder."
         )
     if options.offset + k > MAX_HITS:
         raise InvalidParameterError(
-            f"offset + k = {options.offset + k:,}; the limit on Milvus is {MAX_HITS:,}. Reduce one "
-            "of them."
+            f"`offset` + `k` = {options.offset + k:,}; the limit on Milvus is {MAX_HITS:,}. Reduce "
+            "one of them."
         )
     return queries
 

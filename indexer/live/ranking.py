@@ -302,7 +302,7 @@ def best_groups(
     check_at_least("size", grouping.size, 1)
     if options.near is not None:
         raise InvalidParameterError(
-            "near cannot be combined with groups. Use distinct = true, which removes equal "
+            "`near` cannot be combined with groups. Use `distinct`, which removes equal "
             "content, or search for items instead of groups."
         )
     depth = _depth(k, options, reorder)
@@ -446,7 +446,7 @@ def _check_reordering(options: SearchOptions) -> None:
     check_number("diversity", options.diversity, 0, 1)
     if options.sort_by and (options.diversity or options.boost):
         raise InvalidParameterError(
-            "sort_by cannot be combined with diversity or boost. Omit one of them."
+            "sort_by cannot be combined with `diversity` or `boost`. Omit one of them."
         )
     boost = options.boost
     if boost is None:

@@ -188,9 +188,7 @@ def build(
         embedder.bundle.path,
         dims,
     )
-    report = build_source(source, embedder, out, made, shown)
-    gallery = _wrapped(Folder.open(out, verify_hashes=False), embedder)
-    gallery.report, gallery.shown = report, shown
+    gallery, report = build_source(source, embedder, out, made, shown)
     warn_of(gallery.warn, report.failures, report.found)
     fit_probabilities(gallery.store)
     return gallery
@@ -202,11 +200,14 @@ def build_source(
     out: Path | str,
     settings: BuildSettings,
     shown: bool | None = None,
-) -> BuildReport:
-    """Build a gallery with progress bars, as `build` and `kinlens-index build` do."""
+) -> tuple[Gallery, BuildReport]:
+    """Build a gallery with progress bars and open it, as `build` and `kinlens-index build` do."""
     with progress_bar(source.count, "Embedding", "images", shown) as advance:
         indexed = advance.then("Indexing", source.count)
-        return build_gallery(source, embedder, out, settings, advance, indexed)
+        report = build_gallery(source, embedder, out, settings, advance, indexed)
+    gallery = _wrapped(Folder.open(out, verify_hashes=False), embedder)
+    gallery.report, gallery.shown = report, shown
+    return gallery, report
 
 
 def _wrapped(store: Store, embedder: Embedder | None) -> Gallery:

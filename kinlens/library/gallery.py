@@ -554,7 +554,7 @@ class Gallery(GalleryCare):
                 lambda: self.bundle,
                 SyncSettings(limit, uploads, checksum, dry_run, EmbedSettings(**batches)),
                 compared,
-                compared.then("Updating", found.count),
+                compared.then("Updating", found.count, "images"),
             )
         if report.refused:
             if check:

@@ -25,7 +25,7 @@ from kinlens.embedder.bundle import (
 )
 from kinlens.embedder.errors import BundleError, BundleNotFoundError
 from kinlens.embedder.manifest import BundleManifest
-from kinlens.environment import missing_package
+from kinlens.environment import needs
 from kinlens.quality.intervals import wilson
 
 if TYPE_CHECKING:
@@ -114,13 +114,10 @@ def _earlier_files(api: "HfApi", repo: str, private: bool) -> set[str]:
 @contextlib.contextmanager
 def _translated(address: str) -> Iterator[None]:
     """Raise the errors of `huggingface_hub`, and of what it uses, as those of bundles."""
-    try:
+    with needs(address, "hub"):
         from huggingface_hub import errors  # first: an error names it, which users know
 
         import httpx2  # isort: skip
-    except ModuleNotFoundError as missing:
-        reason = missing_package(address, missing, "hub")
-        raise ModuleNotFoundError(reason, name=missing.name) from None
     try:
         yield
     except errors.RevisionNotFoundError as error:

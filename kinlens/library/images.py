@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +47,10 @@ class View:
     image: int | None = None
     crop: Box | None = None
     vector: int | None = None
+
+
+class CropError(InvalidParameterError, ValueError):
+    """A text that is no crop."""
 
 
 class BatchChoice(TypedDict, total=False):
@@ -165,6 +169,23 @@ class Viewer:
                 f'crops = {crops!r:.{_SHOWN}} must be "auto", or a list of (left, top, width, '
                 "height) as fractions of the image."
             ) from None
+
+
+def crop_of(text: str) -> Box | Literal["auto"]:
+    """The crop in a text, "auto" or left,top,width,height.
+
+    Raises: CropError for another text; InvalidParameterError for a crop beyond the image.
+    """
+    if text == AUTO:
+        return AUTO
+    try:
+        sides = [float(side) for side in text.split(",")]
+    except ValueError as error:
+        raise CropError(
+            f"{text!r:.80} is neither auto nor left,top,width,height as fractions of the image, "
+            "such as 0.1,0.2,0.5,0.5."
+        ) from error
+    return check_box(sides)
 
 
 def weighted_vectors(

@@ -9,13 +9,12 @@ import functools
 import html
 import re
 from collections.abc import Callable, Sequence
-from importlib.metadata import requires
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from kinlens.embedder.errors import ExportError, InvalidParameterError, JobError, KinlensError
 from kinlens.embedder.programs.progress import progress_bar
-from kinlens.environment import missing_package
+from kinlens.environment import TRAINING, needs
 from kinlens.reports import Report
 from kinlens.training.config.layers import names_of
 from kinlens.training.library.sources import (
@@ -69,32 +68,7 @@ class ModelReport(Report):
         return super()._repr_html_() + self._photos()
 
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def _with_training(function: Callable[P, T]) -> Callable[P, T]:
-    """Name the extra to install if a package is missing that a function imports when it is called.
-
-    Another module may be one of the user, such as the file of a backbone.
-    """
-
-    @functools.wraps(function)
-    def checked(*given: P.args, **named: P.kwargs) -> T:
-        try:
-            return function(*given, **named)
-        except ModuleNotFoundError as missing:
-            package = (missing.name or "").partition(".")[0].replace("_", "-")
-            if not any(re.match(rf"{package}\b", line) for line in requires("kinlens") or ()):
-                raise
-            name = f"kinlens.{function.__name__}"
-            reason = missing_package(name, missing, "cpu,training", "gpu,training")
-            raise ModuleNotFoundError(reason, name=missing.name) from missing
-
-    return checked
-
-
-@_with_training
+@needs("kinlens.adapt", *TRAINING)
 def adapt(
     images: Images,
     out: str | Path,
@@ -234,7 +208,7 @@ def _outcome(after: float | None, before: float | None, *, is_changed: bool) -> 
     )
 
 
-@_with_training
+@needs("kinlens.import_model", *TRAINING)
 def import_model(
     model: str | Path,
     out: str | Path,
@@ -380,7 +354,7 @@ def _preprocessing(
         raise JobError(" ".join(explain(fault, given) for fault in error.errors())) from error
 
 
-@_with_training
+@needs("kinlens.attach", *TRAINING)
 def attach(
     bundle: str | Path,
     out: str | Path,
@@ -464,7 +438,7 @@ def _labels(given: Sequence[str] | str | Path | None) -> list[str] | None:
         raise ExportError(f"The labels {given} cannot be read: {error}.") from error
 
 
-@_with_training
+@needs("kinlens.teach_words", *TRAINING)
 def teach_words(
     bundle: str | Path,
     gallery: str | Path,

@@ -12,7 +12,7 @@ from functools import wraps
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from kinlens.environment import missing_package
+from kinlens.environment import needs
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,14 +37,9 @@ def _with_matplotlib(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def checked(*given: P.args, **named: P.kwargs) -> R:
-        try:
+        with needs(f"kinlens.plot.{function.__name__}", "plot"):
             import_module("matplotlib")
             return function(*given, **named)
-        except ModuleNotFoundError as missing:
-            if missing.name not in ("matplotlib", "sklearn"):
-                raise
-            reason = missing_package(f"kinlens.plot.{function.__name__}", missing, "plot")
-            raise ModuleNotFoundError(reason, name=missing.name) from missing
 
     return checked
 

@@ -15,7 +15,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 from numpy.typing import ArrayLike
 
 from kinlens.embedder.errors import ImageError, InvalidParameterError, SourceError
-from kinlens.embedder.preprocess import ImageLimits, check_box, decode
+from kinlens.embedder.preprocess import ImageLimits, decode
 from kinlens.embedder.programs.progress import progress_bar
 from kinlens.embedder.session import Embedder, fitted
 from kinlens.embedder.sources.names import printable
@@ -45,6 +45,7 @@ from kinlens.indexer.images import read_image
 from kinlens.indexer.ingest.products import PRODUCTS
 from kinlens.indexer.ingest.tables import read_table
 from kinlens.library import upkeep
+from kinlens.library.images import crop_of
 from kinlens.library.images import read_image as given_image
 from kinlens.library.stores import Store, folder_of
 from kinlens.quality import compare as comparison
@@ -55,7 +56,7 @@ from kinlens.quality.guarantee import CONFIDENCE
 from kinlens.quality.guarantee_report import GuaranteeReport, report_of
 from kinlens.quality.judging import Embedded, GoldenResults, embedded, labelled, threshold_of
 from kinlens.reports import Report
-from kinlens.values import AUTO, Scalar
+from kinlens.values import Scalar
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -149,24 +150,11 @@ def add_golden_list(gallery: Gallery, file: Path | str) -> GoldenQueries:
                 data = read_image(root, path, _LIMITS.max_bytes)
                 decode(data, _LIMITS)
         words = (_words(asked[_TEXT]),) if _TEXT in asked else ()
-        new.append(NewQuery(data, label, path, crop_of(asked.get(_CROP)), words))
+        crop = crop_of(asked[_CROP]) if _CROP in asked else None
+        new.append(NewQuery(data, label, path, crop, words))
     if not new:
         raise SourceError(f"{file} lists no images. Write one per line below the header.")
     return GoldenQueries(queries=GoldenSet(gallery.path).add(new, gallery))
-
-
-def crop_of(text: str | None) -> Crop | None:
-    """The crop in a text, "auto" or left,top,width,height. Raises: InvalidParameterError."""
-    if not text or text == AUTO:
-        return AUTO if text else None
-    try:
-        sides = [float(side) for side in text.split(",")]
-    except ValueError as error:
-        raise InvalidParameterError(
-            f"The crop {text!r:.80} is neither auto nor left,top,width,height as fractions of the "
-            "image, such as 0.1,0.2,0.5,0.5."
-        ) from error
-    return check_box(sides)
 
 
 def split_keys(text: str) -> tuple[str, ...]:
@@ -278,9 +266,11 @@ def guarantee(
     """
     calibrator = Calibrator(gallery)
     if bundle is not None and from_items:
-        raise InvalidParameterError("Give either a bundle or from_items.")
+        raise InvalidParameterError("Give either `bundle` or from_items.")
     if separate and by is None:
-        raise InvalidParameterError("separate needs by, the attribute whose values are separate.")
+        raise InvalidParameterError(
+            "`separate` needs `by`, the attribute whose values are separate."
+        )
     options = (by, separate, CONFIDENCE if confidence is None else confidence)
     if bundle is not None:
         known = partial(labelled, gallery, *_asked(gallery, bundle, shown))
@@ -288,7 +278,7 @@ def guarantee(
     elif from_items:
         found = calibrator.fit_guarantee(None, *options)
     elif by is not None or confidence is not None:
-        raise InvalidParameterError("by and confidence need a bundle or from_items.")
+        raise InvalidParameterError("`by` and `confidence` need `bundle` or from_items.")
     else:
         found = calibrator.guarantee()
     return report_of(found, level, accept)

@@ -107,15 +107,6 @@ def keep_up(
     fit_probabilities(store, warn)
 
 
-def calibrate(path: Path | str) -> None:
-    """Fit the probabilities of a gallery that was just built. A failure is only a warning."""
-    with (
-        _failures_as_warnings(note),
-        contextlib.closing(Gallery.open(path, verify_hashes=False)) as gallery,
-    ):
-        Calibrator(gallery).fit_if_outdated()
-
-
 def fit_probabilities(store: Store, warn: Say = warnings.warn) -> None:
     """Fit the probabilities of a gallery again if they are outdated. A failure is a warning."""
     if isinstance(store, Gallery):

@@ -257,7 +257,8 @@ def import_gallery(
             "cosines."
         )
     if not is_remote:
-        stores.calibrate(out)
+        with contextlib.closing(Gallery.open(out, verify_hashes=False)) as gallery:
+            stores.fit_probabilities(gallery, stores.note)
     return report
 
 

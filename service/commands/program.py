@@ -4,7 +4,7 @@ Without a command it serves a bundle and its galleries.
 """
 
 from kinlens.embedder.machine import require_faiss
-from kinlens.environment import missing_package
+from kinlens.environment import ENGINES, missing_package
 
 require_faiss("kinlens-serve")
 
@@ -24,7 +24,7 @@ try:
     from kinlens.service.runtime import missing_image_roots
     from kinlens.service.variables import unknown_variables
 except ModuleNotFoundError as missing:
-    raise SystemExit(missing_package("kinlens-serve", missing, "cpu", "gpu")) from None
+    raise SystemExit(missing_package("kinlens-serve", missing, *ENGINES)) from None
 
 _EXAMPLE = "Example: kinlens-serve --bundle bundles/shop --gallery shop=galleries/shop"
 

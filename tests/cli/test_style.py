@@ -8,13 +8,17 @@ import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
+from typer import Option
 from typer.main import get_command
+from typer.testing import CliRunner
 
 from kinlens.commands import __main__ as index
 from kinlens.commands import programs
+from kinlens.embedder.errors import InvalidParameterError
+from kinlens.embedder.programs import console
 from kinlens.service.commands import program as serve
 from kinlens.training import __main__ as train
 
@@ -88,6 +92,30 @@ def test_the_commands_are_listed_in_groups_with_one_column_of_descriptions() -> 
     }
     starts = {len(match[0]) for match in re.finditer(r"^  [a-z]+ +(?=[A-Z])", text, re.MULTILINE)}
     assert len(starts) == 1
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ("`by` needs `bundle`", "--by needs --bundle"),
+        ("min_score needs a query.", "--min-score needs a query."),
+        ("k = 0 must be at least 1.", "-k = 0 must be at least 1."),
+        ("`group` and bundle_id = 'min_score'", "`group` and bundle_id = 'min_score'"),
+        ("the file of by and model.min_score", "the file of by and model.min_score"),
+    ],
+)
+def test_errors_of_the_library_name_options_of_the_command(message: str, shown: str) -> None:
+    app = console.new_program()
+
+    @console.command(app)
+    def asked(
+        by: str = "", bundle: str = "", min_score: float = 0, k: Annotated[int, Option("-k")] = 1
+    ) -> None:
+        raise InvalidParameterError(message)
+
+    error = CliRunner().invoke(app, []).exception
+    assert isinstance(error, InvalidParameterError)
+    assert str(error) == shown
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

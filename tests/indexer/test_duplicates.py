@@ -321,4 +321,5 @@ def test_near_duplicates_of_a_remote_gallery_are_refused_and_search_excludes_the
     assert sum(key.startswith(("hat/c", "hat/small", "hat/twin")) for key in keys) == 1
     wrong = ("search", twins, "--like", "f.gif", "--near")
     assert "near = 2.0 is outside -1..1" in failure(run(*wrong, "2"))
-    assert "cannot be combined with groups" in failure(run(*wrong, "0.9", "--group-by", "class"))
+    line = failure(run(*wrong, "0.9", "--group-by", "class"))
+    assert "--near cannot be combined with groups. Use --distinct" in line

@@ -302,8 +302,10 @@ def test_the_command_prints_what_labelled_queries_guarantee(
     split = run(*words, "--bundle", "b", "--by", "class", "--separate", "--confidence", "0.9")
     assert ", others" in split.stdout
     assert "at 90 % confidence" in split.stdout
-    assert "need a bundle or from_items" in failure(run(*words, "--by", "class"))
-    assert "separate needs by" in failure(run(*words, "--bundle", "b", "--separate"))
+    assert "--by and --confidence need --bundle or --from-items" in failure(
+        run(*words, "--by", "class")
+    )
+    assert "--separate needs --by" in failure(run(*words, "--bundle", "b", "--separate"))
     stated = printed(run(*words, "--from-items", "--json"))
     assert stated["source"] == "gallery"
     assert "needs at least 19 labelled queries" in stated["sets"]

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from kinlens.embedder.programs.console import command
 from kinlens.training.commands.options import AllowPartial, section
 from kinlens.training.library import api
 
@@ -16,7 +17,7 @@ app = typer.Typer(
 )
 
 
-@app.command()
+@command(app)
 def render(
     out: Annotated[Path, typer.Argument(help="Folder to fill.")],
     products: Annotated[int, typer.Option(help="Number of products.")] = 90,
@@ -36,7 +37,7 @@ def render(
     typer.echo(f"{products * views} images in {out}")
 
 
-@app.command()
+@command(app)
 def download(
     name: Annotated[str, typer.Argument(help="cub, aircraft, sop; how to get cars196, in_shop.")],
     root: Annotated[Path, typer.Option(help="Folder to put the data set's folder into.")],
@@ -62,7 +63,7 @@ def download(
     typer.echo(f"Check it: kinlens-train data doctor {folder}")
 
 
-@app.command()
+@command(app)
 def split(
     path: Annotated[Path, typer.Argument(help="Folder of an official data set.")],
     out: Annotated[Path, typer.Option(help="Folder for the lists.")],
@@ -84,7 +85,7 @@ def split(
     typer.echo(f"images: {lists['test'].root}")
 
 
-@app.command()
+@command(app)
 def doctor(
     path: Annotated[Path, typer.Argument(help="Folder of a data set.")],
     kind: Annotated[

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Union
 
 from kinlens.embedder.errors import JobError
 from kinlens.embedder.programs.progress import console, progress_bar
+from kinlens.environment import TRAINING, needs
 from kinlens.training.config.layers import JOBS, read_layers
 from kinlens.training.library.measure import Figures, evaluate, export
 from kinlens.training.library.sources import Images, job_of, load_images, shop_of, summary
@@ -47,6 +48,7 @@ __all__ = [
 Source = Union[str, Path, Mapping[str, Any], "Job"]
 
 
+@needs("kinlens.training.fit", *TRAINING)
 def fit(
     job: Source,
     images: Images | None = None,
@@ -121,6 +123,7 @@ def fit(
         return result
 
 
+@needs("kinlens.training.new", *TRAINING)
 def new(images: Images, out: str | Path = "job.toml", *, weights: str = "imagenet") -> "Job":
     """Write a commented job for your own images, with the recommended recipe, and return it.
 
@@ -167,6 +170,7 @@ def _with_value(value: str, found: re.Match[str]) -> str:
     return found[1] + value
 
 
+@needs("kinlens.training.crossval", *TRAINING)
 def crossval(
     job: str | Path,
     *,
@@ -198,6 +202,7 @@ def crossval(
     return scores(found)
 
 
+@needs("kinlens.training.search", *TRAINING)
 def search(
     job: str,
     space: str | Path,
@@ -238,6 +243,7 @@ def search(
     return best
 
 
+@needs("kinlens.training.tournament", *TRAINING)
 def tournament(
     grid: str | Path,
     *,
@@ -271,6 +277,7 @@ def tournament(
     return found
 
 
+@needs("kinlens.training.compare", *TRAINING)
 def compare(
     study: str | Path,
     runs: Sequence[str | Path] = (),
@@ -309,6 +316,7 @@ def compare(
     return "\n".join(lines)
 
 
+@needs("kinlens.training.render", *TRAINING)
 def render(
     out: str | Path, *, products: int = 90, views: int = 16, size_px: int = 160, seed: int = 0
 ) -> None:
@@ -326,6 +334,7 @@ def render(
         write_catalogue(Path(out), products, views, size_px, seed, lambda: advance(1))
 
 
+@needs("kinlens.training.doctor", *TRAINING)
 def doctor(
     path: str | Path,
     *,
@@ -356,6 +365,7 @@ def doctor(
         return examine(Path(path), kind, file, quick, allow_partial, watch, folders)
 
 
+@needs("kinlens.training.download", *TRAINING)
 def download(
     name: str, root: str | Path, *, url: str | None = None, keep_archive: bool = False
 ) -> Path:
@@ -375,6 +385,7 @@ def download(
     return obtain(source, Path(root), url, keep_archive, note)
 
 
+@needs("kinlens.training.split", *TRAINING)
 def split(
     path: str | Path, out: str | Path, *, kind: str | None = None, allow_partial: bool = False
 ) -> "dict[str, LabelledImages]":

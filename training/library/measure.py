@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from kinlens.embedder.errors import DatasetError, JobError
 from kinlens.embedder.programs.progress import progress_bar
+from kinlens.environment import TRAINING, needs
 from kinlens.reports import Report
 from kinlens.training.library.sources import (
     Images,
@@ -50,6 +51,7 @@ class Figures(Report, dict[str, float]):
         ]
 
 
+@needs("kinlens.training.evaluate", *TRAINING)
 def evaluate(
     source: str | Path,
     images: Images | None = None,
@@ -129,6 +131,7 @@ def evaluate(
     return Figures(figures, queries)
 
 
+@needs("kinlens.training.export", *TRAINING)
 def export(
     run: str | Path,
     out: str | Path,

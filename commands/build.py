@@ -6,13 +6,7 @@ from typing import Annotated
 import typer
 
 from kinlens.commands import stores
-from kinlens.commands.console import (
-    carried_text,
-    exit_with_skipped,
-    failure_lines,
-    print_report,
-)
-from kinlens.commands.console import out as stdout
+from kinlens.commands.console import exit_with_skipped
 from kinlens.commands.options import (
     BatchOptions,
     ImageRootOption,
@@ -26,12 +20,13 @@ from kinlens.commands.options import (
 )
 from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.errors import BundleMismatchError
-from kinlens.embedder.programs.console import command
+from kinlens.embedder.programs.console import command, print_lines, print_report
 from kinlens.embedder.types import SHORT
 from kinlens.indexer.folder.layout import GalleryFolder
 from kinlens.indexer.folder.manifest import REPORT, name_of
 from kinlens.indexer.index.plan import IndexSettings, plan_index
 from kinlens.indexer.ingest.build import BuildSettings
+from kinlens.indexer.ingest.embed import failure_lines
 from kinlens.indexer.ingest.shards import VectorShards
 from kinlens.indexer.types import VectorType
 from kinlens.library.bundles import bundle_folder
@@ -112,12 +107,12 @@ def build(
     dim = embedder.first(dims or embedder.dim).dim
     plan = plan_index(source.count, dim, settings, vector_type)
     if not json:
-        stdout.print(
+        print_lines(
             f"Found {source.count:,} images in the {source.description}. "
-            f"Dimension {dim}, model {place_of(embedder)}."
+            f"Dimension {dim}, model {place_of(embedder)}.",
+            *source.omitted.lines(),
+            *plan.lines(),
         )
-        for line in (*source.omitted.lines(), *plan.lines()):
-            stdout.print(line)
     made = BuildSettings(name, batches.settings, settings, vector_type, folder, dims)
     gallery, report = build_source(source, embedder, out, made, shown=True)
     text = (
@@ -125,7 +120,7 @@ def build(
         f"({report.embedded:,} embedded, {report.reused:,} reused, "
         f"{report.duplicates:,} copies) in {report.elapsed_s:.1f} s, "
         f"{report.images_per_s:.1f} images/s."
-    ) + carried_text(report.carried)
+    ) + report.carried_text
     file = GalleryFolder(out).current() / REPORT
     print_report(report, json, text, *failure_lines(report.failures, report.found, f"in {file}"))
     with gallery:
@@ -158,14 +153,7 @@ def add(
     with opened:
         source = opened.source(place, csv=csv, split=split)
         report = opened.add(source, **batches.choice, upkeep=False)
-        text = (
-            f"Gallery {gallery}: {report.added:,} added, {report.replaced:,} replaced, "
-            f"{report.updated:,} with new attributes, {report.unchanged:,} unchanged "
-            f"({report.embedded:,} embedded) in {report.elapsed_s:.1f} s, "
-            f"{report.images_per_s:.1f} images/s; {opened.size:,} items in all."
-        )
-        failures = failure_lines(report.failures, report.found, "(--json lists all of them)")
-        print_report(report, json, *source.omitted.lines(), text, *failures)
+        print_report(report, json, *source.omitted.lines(), f"Gallery {gallery}: {report}")
         stores.compact_if_due(opened.store, no_compact)
     exit_with_skipped(report.failures)
 
@@ -191,7 +179,7 @@ def _build_of_vectors(
         vectors, out, name=name, vector_type=vector_type, shown=True, **index.choice
     )
     text = f"Gallery {out}, generation {report.generation}: {report.items:,} items."
-    text += carried_text(report.carried)
+    text += report.carried_text
     skipped = tuple(shards.failures())
     found = shards.manifest.images
     print_report(report, json, text, *failure_lines(skipped, found, f"in {vectors}/parts"))

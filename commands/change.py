@@ -1,25 +1,27 @@
 """kinlens-index update, remove, unremove, attributes: change the items of a gallery."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from kinlens.commands import stores
-from kinlens.commands.console import SHOWN, err, print_report
+from kinlens.commands.console import err
 from kinlens.commands.options import JsonOption, NoCompactOption, StoreArgument, WhereOption
-from kinlens.embedder.errors import InvalidParameterError, SourceError
-from kinlens.embedder.programs.console import command
+from kinlens.embedder.errors import SourceError
+from kinlens.embedder.programs.console import command, print_report
 from kinlens.embedder.sources.tables import PRODUCT
-from kinlens.indexer.attributes import DATE, Schema, parse_value
 from kinlens.indexer.filters.tree import Exists
+from kinlens.indexer.ingest.assignments import assigned, hints
 from kinlens.indexer.ingest.products import changes_by_key
 from kinlens.indexer.ingest.sources import csv_changes
-from kinlens.indexer.ingest.tables import Typed, read_keys, split_kind
+from kinlens.indexer.ingest.tables import read_keys
 from kinlens.values import AttributeType, AttributeValue
 
 app = typer.Typer()
+
+_SHOWN = 10
 
 Action = Literal["drop", "retype"]
 Change = Mapping[str, AttributeValue | None]
@@ -79,27 +81,9 @@ def update(
         report = {"named": named, "changed": changed}
         print_report(report, json, f"{changed:,} of {named:,} items changed.")
         if not json:
-            for hint in _hints(values, assign if changed else None, schema):
+            for hint in hints(values, assign if changed else None, schema):
                 err.print(hint, soft_wrap=True)
         stores.compact_if_due(opened.store, False)
-
-
-def _hints(
-    values: Mapping[str, AttributeValue | None], assign: Sequence[str] | None, schema: Schema
-) -> Iterator[str]:
-    """What was done may not be what was meant: unknown names, and empty texts or numbers as texts
-    in what was changed by `assign`.
-    """
-    for name, value in values.items():
-        if value is None and name not in schema:
-            known = ", ".join(schema) or "none"
-            yield f"--unset {name}: the gallery has no such attribute; it has {known}."
-        if value == "":
-            yield f"{name} is an empty text. To remove it, write --unset {name}"
-    for text in assign or ():
-        name, _, written = text.partition("=")
-        if name in values and name not in schema and _is_number(written):
-            yield f"{name} is new and is a text; for numbers write {name}:number={written}"
 
 
 @command(app, "kinlens-index remove galleries/shop --where 'sale = true' --dry-run")
@@ -205,58 +189,6 @@ def attributes(
         print_report({"name": name, "items": items}, json, text)
 
 
-def assigned(
-    assign: Sequence[str], unset: Sequence[str], schema: Schema
-) -> dict[str, AttributeValue | None]:
-    """The new values of --set; None for --unset. Raises: InvalidParameterError."""
-    values: dict[str, AttributeValue | None] = dict.fromkeys(unset)
-    for text in assign:
-        name, value = _assignment(text, schema)
-        if name in values:
-            raise InvalidParameterError(
-                f"--set {text}: {name} occurs twice in --set and --unset. Name it once."
-            )
-        values[name] = value
-    return values
-
-
-def _assignment(text: str, schema: Schema) -> tuple[str, AttributeValue]:
-    typed, equals, value = text.partition("=")
-    if not equals:
-        raise InvalidParameterError(
-            f"--set {text}: there is no '='. Write --set {text}=VALUE, or --unset {text} to remove "
-            "the value."
-        )
-    if typed.strip() in schema:
-        name, found = typed.strip(), Typed(schema[typed.strip()])
-    else:
-        try:
-            name, found = split_kind(typed)
-        except ValueError as error:
-            raise InvalidParameterError(f"--set {text}: {error}=value.") from error
-    if not name:
-        raise InvalidParameterError(
-            f"--set {text}: there is no name before the '='. Write --set NAME={value or 'VALUE'}."
-        )
-    try:
-        return name, found._replace(kind=found.kind or schema.get(name, "text")).value_of(value)
-    except ValueError as error:
-        kind = DATE if found.is_date else found.kind or schema.get(name)
-        is_empty = not value.strip() and name in schema
-        cure = "" if not is_empty else f" To remove the value, write --unset {name}."
-        raise InvalidParameterError(
-            f"--set {text}: {name} is a {kind} and cannot be {value!r}: {error}.{cure}"
-        ) from error
-
-
-def _is_number(text: str) -> bool:
-    try:
-        parse_value(text, "number")
-    except ValueError:
-        return False
-    return True
-
-
 def _check_usage(
     keys: list[str] | None,
     assign: list[str] | None,
@@ -275,8 +207,8 @@ def _check_usage(
 
 
 def _some(keys: Sequence[str]) -> str:
-    more = len(keys) - SHOWN
-    return ", ".join(keys[:SHOWN]) + (f" and {more:,} more" if more > 0 else "")
+    more = len(keys) - _SHOWN
+    return ", ".join(keys[:_SHOWN]) + (f" and {more:,} more" if more > 0 else "")
 
 
 def _keys_in(file: Path | None) -> list[str]:

@@ -5,25 +5,13 @@ from typing import Annotated
 
 import typer
 
-from kinlens.commands.console import (
-    exit_with_skipped,
-    failure_lines,
-    print_report,
-)
+from kinlens.commands.console import exit_with_skipped
 from kinlens.commands.options import BatchOption, DeviceOption, JsonOption
 from kinlens.embedder.engines.models import SessionSettings
 from kinlens.embedder.manifest import Engine, Precision
-from kinlens.embedder.programs.console import command
-from kinlens.embedder.programs.progress import progress_bar
-from kinlens.indexer.ingest.embed import refuse_unreadable
-from kinlens.indexer.ingest.parts import (
-    SHARD_SIZE,
-    Part,
-    SourceAt,
-    begun_shards,
-    check_ray,
-    embed_missing,
-)
+from kinlens.embedder.programs.console import command, print_report
+from kinlens.indexer.ingest.parts import SHARD_SIZE, Part, SourceAt
+from kinlens.library import galleries
 
 app = typer.Typer()
 
@@ -72,49 +60,21 @@ def embed(
     The exit status is 0 if all files of the part exist, 3 if they exist but lack images that cannot
     be read, 1 after an error. Only repeat the command after 1.
     """
-    if ray is not None:
-        if part != "1/1":
-            raise typer.BadParameter("--ray runs all parts. Omit --part.")
-        check_ray(ray)
-    given, own = _source(source, root), Part.parse(part)
-    # One thread, because each core has its own image.
-    session = SessionSettings(device, 1, precision=precision, engine=engine)
-    shards = begun_shards(given, bundle, session, out, shard_size)
-    embedded, due = 0, shards.manifest.images_in(own.missing(shards))
-    with progress_bar(due, "Embedding", "images", shown=True) as advance:
-        for count in embed_missing(shards, own, bundle, session, ray, batch_size):
-            embedded += count
-            advance(count)
-    manifest, missing = shards.manifest, shards.missing()
-    failures = tuple(shards.failures())
-    report = {
-        "images": manifest.images,
-        "embedded": embedded,
-        "items": manifest.images - manifest.images_in(missing) - len(failures),
-        "shards": manifest.shards,
-        "missing": len(missing),
-        "failures": failures,
-        "bundle_id": manifest.bundle_id,
-    }
-    if not missing:
-        refuse_unreadable(manifest.source, manifest.images, failures)
-    text = (
-        f"{out}: {report['items']:,} vectors of {manifest.images:,} images in {manifest.shards:,} "
-        f"files ({embedded:,} images now). "
-    )
-    text += (
-        f"{len(missing):,} files are missing: run the other parts."
-        if missing
-        else f"Build a gallery: kinlens-index build --vectors {out} --out GALLERY"
-    )
-    skipped = (*manifest.faults, *failures)
-    lines = failure_lines(skipped, manifest.images, "(--json lists all of them)")
-    print_report(report, json, *manifest.omitted, text, *lines)
-    faults = manifest.faults if own.number == 1 else ()
-    exit_with_skipped((*faults, *shards.failures(own.shards(shards))))
-
-
-def _source(text: str, root: str | None) -> SourceAt:
-    if root is not None and not text.lower().endswith(".csv"):
+    if ray is not None and part != "1/1":
+        raise typer.BadParameter("--ray runs all parts. Omit --part.")
+    if root is not None and not source.lower().endswith(".csv"):
         raise typer.BadParameter("--root is only for a CSV list. Omit it if SOURCE is a folder.")
-    return SourceAt.of(text, root)
+    report = galleries.embed(
+        SourceAt.of(source, root),
+        Part.parse(part),
+        bundle,
+        # One thread, because each core has its own image.
+        SessionSettings(device, 1, precision=precision, engine=engine),
+        out,
+        ray=ray,
+        batch_size=batch_size,
+        shard_size=shard_size,
+        shown=True,
+    )
+    print_report(report, json)
+    exit_with_skipped(report.skipped)

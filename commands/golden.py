@@ -4,17 +4,16 @@ queries.
 
 import contextlib
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 
-from kinlens.commands.console import exit_if_empty, print_report
 from kinlens.commands.options import CropOption, GalleryArgument, JsonOption, ModelOptions
 from kinlens.embedder.errors import InvalidParameterError
-from kinlens.embedder.programs.console import command
+from kinlens.embedder.programs.console import command, print_report, refuse
 from kinlens.golden import GoldenQueries
-from kinlens.indexer.attributes import parse_value
 from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.ingest.assignments import assignment
 from kinlens.library import quality
 from kinlens.quality.guarantee import HIGHEST, LOWEST
 from kinlens.values import Scalar
@@ -92,10 +91,8 @@ def list_(gallery: GalleryArgument, json: JsonOption = False) -> None:
     """Show the queries and their labels. Exits with 1 if there are none."""
     found = quality.golden(gallery)
     print_report(found, json)
-    exit_if_empty(
-        not found.queries,
-        f"The golden set of {gallery} is empty. Add queries: kinlens-index golden add.",
-    )
+    if not found.queries:
+        refuse(f"The golden set of {gallery} is empty. Add queries: kinlens-index golden add.")
 
 
 @command(app, "kinlens-index golden remove galleries/shop 0f3a91c2b7de")
@@ -141,10 +138,8 @@ def runs(gallery: GalleryArgument, json: JsonOption = False) -> None:
     """Show the reports of earlier runs, newest first. Exits with 1 if there are none."""
     found = quality.golden_runs(gallery)
     print_report(found, json)
-    exit_if_empty(
-        not found.runs,
-        f"The golden set of {gallery} was not run yet. Run it: kinlens-index golden run.",
-    )
+    if not found.runs:
+        refuse(f"The golden set of {gallery} was not run yet. Run it: kinlens-index golden run.")
 
 
 @command(guarantees, "kinlens-index guarantee galleries/shop --bundle bundles/shop --by category")
@@ -206,16 +201,12 @@ def guarantee(
 
 def _attribute(text: str, store: Gallery) -> tuple[str, Scalar]:
     """The name and the value of NAME=VALUE. Raises: InvalidParameterError."""
-    name, equals, value = text.partition("=")
-    name, schema = name.strip(), store.schema()
-    if not equals or name not in schema:
+    name, equals, _ = text.partition("=")
+    schema = store.schema()
+    if not equals or name.strip() not in schema:
         raise InvalidParameterError(
             f"--attribute {text}: expected NAME=VALUE with one of the attributes "
             f"{', '.join(schema) or '(the gallery has none)'}."
         )
-    try:
-        return name, parse_value(value, schema[name])
-    except ValueError as error:
-        raise InvalidParameterError(
-            f"--attribute {text}: {name} is a {schema[name]} and cannot be {value!r}: {error}."
-        ) from error
+    # No list, as the name has no type behind it.
+    return cast(tuple[str, Scalar], assignment("--attribute", text, schema))

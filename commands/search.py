@@ -10,7 +10,6 @@ import typer
 
 from kinlens.calls import QueryText
 from kinlens.commands import stores
-from kinlens.commands.console import exit_if_empty, print_report
 from kinlens.commands.options import (
     CropOption,
     IndexDeviceOption,
@@ -19,14 +18,12 @@ from kinlens.commands.options import (
     StoreArgument,
     WhereOption,
 )
-from kinlens.embedder import explain as where
-from kinlens.embedder.errors import ItemNotFoundError, SourceError
-from kinlens.embedder.preprocess import Box, decode
-from kinlens.embedder.programs.console import command
-from kinlens.embedder.session import read_pixels
+from kinlens.embedder.errors import ItemNotFoundError
+from kinlens.embedder.explain import draw_match
+from kinlens.embedder.preprocess import Box
+from kinlens.embedder.programs.console import command, print_report, refuse
 from kinlens.embedder.types import Hit as PlainHit
 from kinlens.indexer.filters.text import parse_filter
-from kinlens.indexer.images import ANY_SIZE
 from kinlens.indexer.ingest.foreign import read_vectors
 from kinlens.indexer.types import Group as PlainGroup
 from kinlens.indexer.types import SearchOptions, boost_of, sort_by_of
@@ -218,10 +215,8 @@ def search(
         answers = [answer] if isinstance(answer, Hits) else answer
         found = Found.of(opened, answers, bool(image and not texts), is_auto)
     print_report(found, json, *_lines(answers))
-    exit_if_empty(
-        not any(found.groups or found.hits or ()),
-        "No item matches. Use a lower --min-score or another filter.",
-    )
+    if not any(found.groups or found.hits or ()):
+        refuse("No item matches. Use a lower --min-score or another filter.")
 
 
 @command(app, "kinlens-index show galleries/shop shoes/red.jpg")
@@ -255,20 +250,7 @@ def explain(
 ) -> None:
     """Show where two images match, by the contribution of each region to the score."""
     embedder = ModelOptions(engine="onnxruntime").open(bundle)
-    data, pixels = zip(*(read_pixels(path, embedder) for path in (query, hit)), strict=True)
-    match = where.explain(embedder, *np.concatenate(pixels))
-    sheet = where.side_by_side(
-        [
-            where.overlaid(decode(one, ANY_SIZE), grid, embedder.preprocessing)
-            for one, grid in zip(data, (match.query, match.hit), strict=True)
-        ]
-    )
-    try:
-        sheet.save(drawn)
-    except (OSError, ValueError) as error:
-        raise SourceError(
-            f"{drawn} cannot be written: {error}. Pass a .png or .jpg file with --out."
-        ) from error
+    match = draw_match(embedder, query, hit, drawn)
     shares = {"query": match.query.tolist(), "hit": match.hit.tolist()}
     report = {"score": match.score, **shares, "out": str(drawn)}
     print_report(report, json, f"{match.score:.4f}  {drawn}")
@@ -321,4 +303,5 @@ def duplicates(
     with in_folder(gallery, "cannot search for near-duplicates") as store:
         found = quality.duplicates(store, min_score=min_score, exact=exact, shown=True)
     print_report(found, json)
-    exit_if_empty(not found.groups, f"No items of {found.name} are near-duplicates.")
+    if not found.groups:
+        refuse(f"No items of {found.name} are near-duplicates.")

@@ -1,13 +1,12 @@
 """kinlens-index sync: make a gallery equal to a folder or list, each night."""
 
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from kinlens.commands import stores
-from kinlens.commands.console import exit_with_skipped, failure_lines, print_report
+from kinlens.commands.console import exit_with_skipped
 from kinlens.commands.options import (
     BatchOptions,
     ImageRootOption,
@@ -16,8 +15,8 @@ from kinlens.commands.options import (
     NoCompactOption,
     StoreArgument,
 )
-from kinlens.embedder.programs.console import command, print_error
-from kinlens.indexer.ingest.sync import SyncReport, source_of
+from kinlens.embedder.programs.console import command, print_report, refuse
+from kinlens.indexer.ingest.sync import source_of
 from kinlens.library.stores import bundle_of
 
 app = typer.Typer()
@@ -81,26 +80,9 @@ def sync(
             upkeep=False,
             **batches.choice,
         )
-        print_report(report, json, *_lines(report, gallery, found.omitted.lines()))
+        print_report(report, json, *found.omitted.lines(), f"Gallery {gallery}: {report}")
         if report.refused:
-            print_error(report.refused)
-            raise typer.Exit(1)
+            refuse(report.refused)
         if not dry_run:
             stores.compact_if_due(opened.store, no_compact)
     exit_with_skipped(report.failures)
-
-
-def _lines(report: SyncReport, gallery: str, omitted: Iterable[str]) -> Iterator[str]:
-    would = "would be " if report.dry_run or report.refused else ""
-    yield (
-        f"Gallery {gallery}: {report.added:,} {would}added, {report.replaced:,} {would}replaced, "
-        f"{report.updated:,} {would}changed, {report.renamed:,} {would}renamed, "
-        f"{report.removed:,} {would}removed, {report.unchanged:,} unchanged "
-        f"({report.embedded:,} embedded) in {report.elapsed_s:.1f} s."
-    )
-    if would:
-        for kind, keys in report.examples.items():
-            more = ", ..." if getattr(report, kind) > len(keys) else ""
-            yield f"  {kind}: {', '.join(keys)}{more}"
-    yield from omitted
-    yield from failure_lines(report.failures, report.found, "(--json lists all of them)")

@@ -6,7 +6,6 @@ from typing import Annotated, Literal
 
 import typer
 
-from kinlens.commands.console import print_report
 from kinlens.commands.options import (
     GalleryArgument,
     ImageRootOption,
@@ -17,7 +16,7 @@ from kinlens.commands.options import (
     StoreArgument,
     VectorTypeOption,
 )
-from kinlens.embedder.programs.console import command
+from kinlens.embedder.programs.console import command, print_report
 from kinlens.indexer.exchange.milvus_index import MilvusIndex
 from kinlens.indexer.index.index_types import IndexKind
 from kinlens.library import stores, upkeep

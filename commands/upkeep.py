@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 
-from kinlens.commands.console import print_report
 from kinlens.commands.options import (
     GalleryArgument,
     ImageRootOption,
@@ -17,7 +16,7 @@ from kinlens.commands.options import (
     StoreArgument,
     VectorTypeOption,
 )
-from kinlens.embedder.programs.console import command
+from kinlens.embedder.programs.console import command, print_report
 from kinlens.indexer.checks.stats import stats_of
 from kinlens.indexer.gallery import Gallery
 from kinlens.library import quality, stores, upkeep

@@ -6,14 +6,16 @@ is linear in either embedding, so it is also a sum over the positions of either 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
+from kinlens.embedder.errors import SourceError
 from kinlens.embedder.manifest import Preprocessing
-from kinlens.embedder.preprocess import central_box
-from kinlens.embedder.session import Embedder
+from kinlens.embedder.preprocess import central_box, decode
+from kinlens.embedder.session import Embedder, read_pixels
 from kinlens.embedder.types import Images
 
 Grid = NDArray[np.float32]
@@ -53,6 +55,29 @@ def explain(embedder: Embedder, query: NDArray[np.uint8], hit: NDArray[np.uint8]
     vectors = of_query.sum(axis=(1, 2)), of_hit.sum(axis=(1, 2))
     score = float(vectors[0] @ vectors[1])
     return Match(score, shares(of_query, vectors[1]), shares(of_hit, vectors[0]))
+
+
+def draw_match(embedder: Embedder, query: Path, hit: Path, out: Path) -> Match:
+    """Compute where two image files match, and draw both with their heat maps to the file `out`.
+
+    Raises: SourceError or ImageError naming a file; BundleError if the bundle has no map.
+    """
+    data, pixels = zip(*(read_pixels(path, embedder) for path in (query, hit)), strict=True)
+    match = explain(embedder, *np.concatenate(pixels))
+    grids = zip(data, (match.query, match.hit), strict=True)
+    sheet = side_by_side(
+        [
+            overlaid(decode(one, embedder.limits), grid, embedder.preprocessing)
+            for one, grid in grids
+        ]
+    )
+    try:
+        sheet.save(out)
+    except (OSError, ValueError) as error:
+        raise SourceError(
+            f"{out} cannot be written: {error}. Pass a .png or .jpg file with --out."
+        ) from error
+    return match
 
 
 def overlaid(image: Image.Image, grid: Grid, spec: Preprocessing) -> Image.Image:

@@ -8,13 +8,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from functools import wraps
 from inspect import Parameter, Signature, signature
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, NoReturn, get_type_hints
 
 import typer
+from rich.console import Console
 from typer.core import TyperCommand, TyperGroup
 
 from kinlens import __version__
 from kinlens.embedder.errors import KinlensError
+from kinlens.reports import Report
 
 USAGE, FAILURE = 2, 1
 """Exit statuses: the command line is wrong, or what it asked for failed."""
@@ -44,6 +46,30 @@ _ARGUMENTS = re.compile(
 def print_error(message: str) -> None:
     """Print a message on one line of stderr, as all our programs do."""
     typer.echo(f"error: {' '.join(message.split())}", err=True)
+
+
+def refuse(message: str) -> NoReturn:
+    """Print one line on stderr, and exit with status 1."""
+    print_error(message)
+    raise typer.Exit(FAILURE)
+
+
+def print_lines(*lines: str) -> None:
+    """Print lines on stdout, as long as they are and without colours."""
+    out = Console(soft_wrap=True, markup=False, highlight=False, emoji=False)
+    for line in lines:
+        out.print(line)
+
+
+def print_report(report: object, json: bool, *lines: str) -> None:
+    """Print a report as JSON, or `lines` for people; by default those of the report."""
+    if json:
+        from pydantic import TypeAdapter  # which the programs do not load for a help text
+
+        lines = (TypeAdapter(type(report)).dump_json(report, indent=2).decode(),)
+    elif not lines and isinstance(report, Report):
+        lines = tuple(report.lines())
+    print_lines(*lines)
 
 
 class Command(TyperCommand):
@@ -131,7 +157,7 @@ def command(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Add a function to a program as a command, with an example below its help.
 
-    A parameter that is a dataclass stands for its fields, each of which is an option.
+    A parameter that is a dataclass gives its fields, each of which is an option.
     """
 
     def added(function: Callable[..., None]) -> Callable[..., None]:

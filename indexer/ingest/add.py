@@ -1,6 +1,6 @@
 """Add a source to a live gallery, batch by batch. Each batch is durable and visible at once."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
@@ -21,12 +21,14 @@ from kinlens.indexer.ingest.embed import (
     Failure,
     embedded_batches,
     entry_of,
+    failure_lines,
     failure_of,
     faults_of,
     refuse_unreadable,
 )
 from kinlens.indexer.ingest.sources import Record, Source, check_attributes
 from kinlens.indexer.types import Item, Progress, VectorStore, Written
+from kinlens.reports import Report
 
 KEPT = "The gallery keeps its existing item with this key."
 _CHANGED = "The gallery or the file was changed meanwhile. Run the same command again."
@@ -50,16 +52,26 @@ class IngestReport(BaseModel, frozen=True):
     images_per_s: float
 
 
-class AddReport(IngestReport, frozen=True):
+class AddReport(Report, IngestReport, frozen=True):
     """Result of `add_source`: found = added + replaced + updated + unchanged + failures.
 
-    For images that were not embedded, the gallery already had a vector.
+    For images that were not embedded, the gallery already had a vector. It has `size` items now.
     """
 
     added: int
     replaced: int
     updated: int
     unchanged: int
+    size: int
+
+    def lines(self) -> Iterator[str]:
+        """What was done, and the first failures."""
+        yield (
+            f"{self.added:,} added, {self.replaced:,} replaced, {self.updated:,} with new "
+            f"attributes, {self.unchanged:,} unchanged ({self.embedded:,} embedded) in "
+            f"{self.elapsed_s:.1f} s, {self.images_per_s:.1f} images/s; {self.size:,} items in all."
+        )
+        yield from failure_lines(self.failures, self.found)
 
 
 def add_source(
@@ -86,7 +98,7 @@ def add_source(
     work = Ingest(gallery, source, embedder, source.names)
     work.run(settings or EmbedSettings(), on_progress)
     refuse_unreadable(source.description, work.found, work.failures)
-    return AddReport(**work.report().model_dump(), **asdict(work.written))
+    return AddReport(**work.report().model_dump(), **asdict(work.written), size=gallery.size)
 
 
 def check_image_root(gallery: VectorStore) -> None:

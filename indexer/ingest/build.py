@@ -53,18 +53,29 @@ Report = TypeVar("Report", bound=BaseModel)
 _KEPT = "Finished work is kept, and the same command continues it."
 
 
-class BuildReport(IngestReport, frozen=True):
+class _Made(BaseModel, frozen=True):
+    """A report of a build, during which `carried` items were written or removed in addition."""
+
+    carried: int = 0
+
+    @property
+    def carried_text(self) -> str:
+        """A sentence about `carried`; empty for none."""
+        return (
+            f" {self.carried:,} changes made meanwhile were carried over." if self.carried else ""
+        )
+
+
+class BuildReport(_Made, IngestReport, frozen=True):
     """Result of a build: indexed = embedded + reused + duplicates, found = indexed + failures.
 
     `reused` items have the vector of an interrupted run or of the gallery that is replaced;
-    `duplicates` are copies of other images. `carried` counts the items that were written or removed
-    meanwhile, in addition. `bundle` is the folder of the model.
+    `duplicates` are copies of other images. `bundle` is the folder of the model.
     """
 
     indexed: int
     reused: int
     duplicates: int
-    carried: int = 0
     bundle: str = ""
     generation: str = ""
 
@@ -154,14 +165,13 @@ def build_gallery(
         return draft.publish(unlisted, settings.index, report, on_indexed)
 
 
-class ImportReport(BaseModel, frozen=True):
-    """Result of an import; `carried` as in `BuildReport`."""
+class ImportReport(_Made, frozen=True):
+    """Result of an import."""
 
     name: str
     bundle_id: str
     dim: int
     items: int
-    carried: int = 0
     generation: str
 
 

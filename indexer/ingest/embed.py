@@ -25,6 +25,7 @@ Known = Callable[[Sequence[str]], Collection[str]]
 
 _BUFFER_BYTES = 64 * 2**20  # image files per thread that wait for the lookup of known content
 _EXAMPLES = 3
+_PRINTED = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +178,19 @@ def faults_of(source: Source) -> tuple[Failure, ...]:
 def entry_of(record: Record, vector: NDArray[np.float32]) -> Entry:
     """The item to store for a usable record."""
     return Entry(record.key, vector, record.sha256, record.attributes, record.path, record.format)
+
+
+def failure_lines(
+    failures: Sequence[Failure], found: int, where: str = "(--json lists all of them)"
+) -> Iterator[str]:
+    """The first failures on one line each; `where` describes the location of the full list."""
+    if not failures:
+        return
+    yield f"Skipped {len(failures):,} of {found:,} images:"
+    for failure in failures[:_PRINTED]:
+        yield f"  {failure.key}: {failure.reason}"
+    if len(failures) > _PRINTED:
+        yield f"  ... and {len(failures) - _PRINTED:,} more {where}"
 
 
 def refuse_unreadable(description: str, found: int, failures: Sequence[Failure]) -> None:

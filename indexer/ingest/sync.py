@@ -52,6 +52,7 @@ from kinlens.indexer.ingest.add import (
 from kinlens.indexer.ingest.embed import (
     EmbedSettings,
     Failure,
+    failure_lines,
     failure_of,
     faults_of,
     reason_of,
@@ -69,6 +70,7 @@ from kinlens.indexer.ingest.sources import (
     source_at,
 )
 from kinlens.indexer.types import Ids, Item, Progress, VectorStore
+from kinlens.reports import Report
 
 _PART = 256  # records that are compared at a time
 _REMOVAL_PART = 10_000
@@ -130,7 +132,7 @@ class SyncSettings:
     embed: EmbedSettings = field(default_factory=EmbedSettings)
 
 
-class SyncReport(BaseModel, frozen=True):
+class SyncReport(Report, BaseModel, frozen=True):
     """Result of a sync, or what it would do: found = added + replaced + updated + renamed +
     unchanged + failures.
 
@@ -154,6 +156,21 @@ class SyncReport(BaseModel, frozen=True):
     dry_run: bool
     refused: str
     elapsed_s: float
+
+    def lines(self) -> Iterator[str]:
+        """What was or would be done, examples of the latter, and the first failures."""
+        would = "would be " if self.dry_run or self.refused else ""
+        yield (
+            f"{self.added:,} {would}added, {self.replaced:,} {would}replaced, "
+            f"{self.updated:,} {would}changed, {self.renamed:,} {would}renamed, "
+            f"{self.removed:,} {would}removed, {self.unchanged:,} unchanged "
+            f"({self.embedded:,} embedded) in {self.elapsed_s:.1f} s."
+        )
+        if would:
+            for kind, keys in self.examples.items():
+                more = ", ..." if getattr(self, kind) > len(keys) else ""
+                yield f"  {kind}: {', '.join(keys)}{more}"
+        yield from failure_lines(self.failures, self.found)
 
 
 def sync_source(

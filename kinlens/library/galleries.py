@@ -1,8 +1,12 @@
 """Galleries in the caller's process, without a service: open, create and build them."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Unpack
 
+from pydantic import BaseModel, Field
+
+from kinlens.embedder.engines.models import SessionSettings
 from kinlens.embedder.errors import (
     GalleryConflictError,
     GalleryNotFoundError,
@@ -17,7 +21,20 @@ from kinlens.indexer.galleries import current_generation
 from kinlens.indexer.gallery import Gallery as Folder
 from kinlens.indexer.index.plan import IndexChoice, IndexSettings
 from kinlens.indexer.ingest.build import BuildReport, BuildSettings, build_gallery
-from kinlens.indexer.ingest.embed import EmbedSettings
+from kinlens.indexer.ingest.embed import (
+    EmbedSettings,
+    Failure,
+    failure_lines,
+    refuse_unreadable,
+)
+from kinlens.indexer.ingest.parts import (
+    SHARD_SIZE,
+    Part,
+    SourceAt,
+    begun_shards,
+    check_ray,
+    embed_missing,
+)
 from kinlens.indexer.ingest.sources import Source
 from kinlens.indexer.types import (
     MILVUS,
@@ -32,6 +49,7 @@ from kinlens.library.images import (
     source_of,
 )
 from kinlens.library.stores import Store, fit_probabilities, open_store
+from kinlens.reports import Report
 
 Model = OnnxEmbedder | Path | str
 
@@ -208,6 +226,90 @@ def build_source(
     gallery = _wrapped(Folder.open(out, verify_hashes=False), embedder)
     gallery.report, gallery.shown = report, shown
     return gallery, report
+
+
+class EmbedReport(Report, BaseModel, frozen=True):
+    """What is stored of a source with `images`, of which this call has `embedded` some.
+
+    Attributes:
+        items: number of vectors in `shards` files, of which `missing` do not exist yet.
+        failures: images that cannot be read, in all files.
+        skipped: those in the files of this part, and files that should be images.
+        omitted: other files of the source, a line for each kind.
+        out: the folder or address of the files.
+    """
+
+    images: int
+    embedded: int
+    items: int
+    shards: int
+    missing: int
+    failures: tuple[Failure, ...]
+    bundle_id: str
+    faults: tuple[Failure, ...] = Field(exclude=True)
+    skipped: tuple[Failure, ...] = Field(exclude=True)
+    omitted: tuple[str, ...] = Field(exclude=True)
+    out: str = Field(exclude=True)
+
+    def lines(self) -> Iterator[str]:
+        """What was done, what to do next, and the first failures."""
+        yield from self.omitted
+        yield (
+            f"{self.out}: {self.items:,} vectors of {self.images:,} images in {self.shards:,} "
+            f"files ({self.embedded:,} images now). "
+            + (
+                f"{self.missing:,} files are missing: run the other parts."
+                if self.missing
+                else f"Build a gallery: kinlens-index build --vectors {self.out} --out GALLERY"
+            )
+        )
+        yield from failure_lines((*self.faults, *self.failures), self.images)
+
+
+def embed(
+    source: SourceAt,
+    part: Part,
+    bundle: Path,
+    session: SessionSettings,
+    out: str,
+    *,
+    ray: str | None = None,
+    batch_size: int = 32,
+    shard_size: int = SHARD_SIZE,
+    shown: bool | None = None,
+) -> EmbedReport:
+    """Embed a part of a source into files at `out`, or all of it on the Ray cluster at `ray`.
+
+    To resume an interrupted part, make the same call. `build_source` builds a gallery of the files.
+
+    Raises: the errors of `begun_shards` and `embed_missing`; SourceError if no image can be read.
+    """
+    if ray is not None:
+        check_ray(ray)
+    shards = begun_shards(source, bundle, session, out, shard_size)
+    embedded, due = 0, shards.manifest.images_in(part.missing(shards))
+    with progress_bar(due, "Embedding", "images", shown) as advance:
+        for count in embed_missing(shards, part, bundle, session, ray, batch_size):
+            embedded += count
+            advance(count)
+    manifest, missing = shards.manifest, shards.missing()
+    failures = tuple(shards.failures())
+    if not missing:
+        refuse_unreadable(manifest.source, manifest.images, failures)
+    faults = manifest.faults if part.number == 1 else ()
+    return EmbedReport(
+        images=manifest.images,
+        embedded=embedded,
+        items=manifest.images - manifest.images_in(missing) - len(failures),
+        shards=manifest.shards,
+        missing=len(missing),
+        failures=failures,
+        bundle_id=manifest.bundle_id,
+        faults=manifest.faults,
+        skipped=(*faults, *shards.failures(part.shards(shards))),
+        omitted=manifest.omitted,
+        out=out,
+    )
 
 
 def _wrapped(store: Store, embedder: Embedder | None) -> Gallery:

@@ -266,7 +266,7 @@ def guarantee(
     """
     calibrator = Calibrator(gallery)
     if bundle is not None and from_items:
-        raise InvalidParameterError("Give either `bundle` or from_items.")
+        raise InvalidParameterError("Give either a bundle or from_items.")
     if separate and by is None:
         raise InvalidParameterError(
             "`separate` needs `by`, the attribute whose values are separate."
@@ -278,7 +278,7 @@ def guarantee(
     elif from_items:
         found = calibrator.fit_guarantee(None, *options)
     elif by is not None or confidence is not None:
-        raise InvalidParameterError("`by` and `confidence` need `bundle` or from_items.")
+        raise InvalidParameterError("`by` and `confidence` need a bundle or from_items.")
     else:
         found = calibrator.guarantee()
     return report_of(found, level, accept)

@@ -12,16 +12,12 @@ from kinlens.service.backups import folder as backups
 from kinlens.service.commands import options
 from kinlens.service.galleries.locations import Locations
 
-BACKUP_EXAMPLE = (
-    "Example: kinlens-serve backup --out /mnt/backups/2026-01-31 --state /var/lib/kinlens "
-    "--bundle bundles/shop"
-)
-RESTORE_EXAMPLE = (
-    "Example: kinlens-serve restore /mnt/backups/2026-01-31 --state /var/lib/kinlens-restored"
-)
 
-
-@options.refusals()
+@options.command(
+    options.app,
+    "kinlens-serve backup --out /mnt/backups/2026-01-31 --state /var/lib/kinlens "
+    "--bundle bundles/shop",
+)
 @options.with_shared
 def backup(
     out: Annotated[Path, typer.Option(help="New folder for the backup.")],
@@ -38,7 +34,10 @@ def backup(
     _show(report, as_json, f"Backup {out}")
 
 
-@options.refusals()
+@options.command(
+    options.app,
+    "kinlens-serve restore /mnt/backups/2026-01-31 --state /var/lib/kinlens-restored",
+)
 def restore(
     source: Annotated[Path, typer.Argument(metavar="BACKUP", help="Folder of the backup.")],
     state: options.State = None,

@@ -13,10 +13,12 @@ from kinlens.service.checks import Finding, findings_of
 from kinlens.service.commands import options
 from kinlens.service.variables import unknown_variables
 
-EXAMPLE = "Example: kinlens-serve check --bundle bundles/shop --gallery shop=galleries/shop"
 _COLOURS = {"ok": "green", "warning": "yellow", "fault": "red"}
 
 
+@options.command(
+    options.app, "kinlens-serve check --bundle bundles/shop --gallery shop=galleries/shop"
+)
 @options.with_shared
 def check(
     as_json: JsonOption = False,

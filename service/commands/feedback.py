@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from kinlens.embedder.errors import InvalidParameterError
+from kinlens.embedder.programs.console import refuse
 from kinlens.service.commands import options
 from kinlens.service.commands.keys import existing, note
 from kinlens.service.galleries.feedback import ACTIONS, FeedbackStore, open_feedback
@@ -16,10 +17,7 @@ app = typer.Typer(no_args_is_help=True, help="Feedback of users on answers: expo
 Named = Annotated[str | None, typer.Option(help="Name of a gallery.")]
 
 
-@app.command(
-    epilog="Example: kinlens-serve feedback export --out feedback --state /var/lib/kinlens"
-)
-@options.refusals()
+@options.command(app, "kinlens-serve feedback export --out feedback --state /var/lib/kinlens")
 def export(
     out: Annotated[Path, typer.Option(help="Folder for pairs.csv and the images.")],
     gallery: Named = None,
@@ -34,13 +32,12 @@ def export(
         sent = sum(store.counts(name).values())
         if not sent:
             known = ", ".join(store.galleries()) or "none"
-            options.refuse(f"There is no feedback on gallery {name}. Galleries with some: {known}.")
+            refuse(f"There is no feedback on gallery {name}. Galleries with some: {known}.")
         pairs = store.export(name, out)
     typer.echo(f"{out / 'pairs.csv'}: {len(pairs):,} pairs of {sent:,} feedbacks on gallery {name}")
 
 
-@app.command(epilog="Example: kinlens-serve feedback show --state /var/lib/kinlens")
-@options.refusals()
+@options.command(app, "kinlens-serve feedback show --state /var/lib/kinlens")
 def show(state: options.State = None) -> None:
     """Show the counts of feedback on each gallery; pairs can be used for training.
 
@@ -53,12 +50,11 @@ def show(state: options.State = None) -> None:
             shown = [*(counts[action] for action in ACTIONS), len(store.pairs(name))]
             rows.append((name, *(f"{count:,}" for count in shown)))
     if not rows:
-        options.refuse("There is no feedback yet.")
+        refuse("There is no feedback yet.")
     options.print_table(("Gallery", *map(str.capitalize, ACTIONS), "Pairs"), rows)
 
 
-@app.command(epilog="Example: kinlens-serve feedback clear --gallery shop --state /var/lib/kinlens")
-@options.refusals()
+@options.command(app, "kinlens-serve feedback clear --gallery shop --state /var/lib/kinlens")
 def clear(gallery: Named = None, state: options.State = None) -> None:
     """Delete the feedback on a gallery, or on all galleries, with its images."""
     settings = options.read_settings(state=state)

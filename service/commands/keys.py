@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from pydantic import ValidationError
 
 from kinlens.embedder.errors import StateMissingError
+from kinlens.embedder.programs.console import refuse
 from kinlens.models import Change
 from kinlens.service.access.audit import AuditLog
 from kinlens.service.access.keys import (
@@ -32,10 +32,7 @@ _MAX_SHOWN = 1_000_000
 Name = Annotated[str, typer.Argument(help="Name of the key, shown in logs and lists.")]
 
 
-@app.command(
-    epilog="Example: kinlens-serve keys create shop --scope search --state /var/lib/kinlens"
-)
-@options.refusals()
+@options.command(app, "kinlens-serve keys create shop --scope search --state /var/lib/kinlens")
 def create(
     name: Name,
     scope: Annotated[
@@ -70,21 +67,17 @@ def create(
     """Create a key and print it once; only its hash is stored."""
     scopes = [known for known in SCOPES if known in scope]
     for word in {*scope} - {*scopes}:
-        options.refuse(f"scope = {word[:40]!r} is unknown; use search, write, admin or embed.")
+        refuse(f"scope = {word[:40]!r} is unknown; use search, write, admin or embed.")
     ends = None if expires_days is None else datetime.now(UTC) + timedelta(days=expires_days)
     galleries = tuple(gallery) if gallery else None
-    try:
-        limits = Limits(galleries=galleries, filter=only, rate=rate, daily_units=daily_units)
-    except ValidationError as error:
-        options.refuse(options.faults(error))
+    limits = Limits(galleries=galleries, filter=only, rate=rate, daily_units=daily_units)
     with _changing("create", name, state) as store:
         text = store.create(name, scopes, ends, limits)
     typer.echo(f"Key {name}: store it now, it is not shown again.", err=True)
     typer.echo(text)
 
 
-@app.command("list", epilog="Example: kinlens-serve keys list --state /var/lib/kinlens")
-@options.refusals()
+@options.command(app, "kinlens-serve keys list --state /var/lib/kinlens", name="list")
 def list_keys(state: options.State = None) -> None:
     """List all keys with their scopes, bindings and limits, without their secrets.
 
@@ -93,13 +86,12 @@ def list_keys(state: options.State = None) -> None:
     now, folder = datetime.now(UTC), existing(state)
     keys = open_keys(folder).list()
     if not keys:
-        options.refuse(f"There are no keys in {folder}. Create one with kinlens-serve keys create.")
+        refuse(f"There are no keys in {folder}. Create one with kinlens-serve keys create.")
     columns = ("Name", "Scopes", "State", "Made", "Ends", "Galleries", "Filter", "Limits")
     options.print_table(columns, [_row(key, now) for key in keys])
 
 
-@app.command(epilog="Example: kinlens-serve keys revoke shop --state /var/lib/kinlens")
-@options.refusals()
+@options.command(app, "kinlens-serve keys revoke shop --state /var/lib/kinlens")
 def revoke(name: Name, state: options.State = None) -> None:
     """Revoke a key; a running service refuses it within a second."""
     with _changing("revoke", name, state) as store:
@@ -107,8 +99,7 @@ def revoke(name: Name, state: options.State = None) -> None:
     typer.echo(f"Key {name} is revoked.")
 
 
-@app.command(epilog="Example: kinlens-serve keys rotate shop --state /var/lib/kinlens")
-@options.refusals()
+@options.command(app, "kinlens-serve keys rotate shop --state /var/lib/kinlens")
 def rotate(
     name: Name,
     overlap_hours: Annotated[
@@ -127,8 +118,7 @@ def rotate(
     typer.echo(text)
 
 
-@options.app.command(epilog="Example: kinlens-serve audit --state /var/lib/kinlens --json")
-@options.refusals()
+@options.command(options.app, "kinlens-serve audit --state /var/lib/kinlens --json")
 def audit(
     limit: Annotated[
         int, typer.Option(min=1, max=_MAX_SHOWN, help="Number of newest entries.")
@@ -140,7 +130,7 @@ def audit(
     folder = existing(state)
     entries = AuditLog(folder).newest(limit)
     if not entries:
-        options.refuse(f"The audit log of {folder} is empty: nothing was changed yet.")
+        refuse(f"The audit log of {folder} is empty: nothing was changed yet.")
     if as_json:
         for entry in entries:
             typer.echo(entry.model_dump_json(exclude_none=True))

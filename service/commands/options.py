@@ -7,20 +7,22 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 from pydantic import ValidationError
 
 from kinlens.embedder.errors import KinlensError, disk_fault, is_disk_full
-from kinlens.embedder.programs.console import new_program, print_error
+from kinlens.embedder.programs import console
+from kinlens.embedder.programs.console import new_program, refuse
 from kinlens.embedder.programs.faults import fault_text, path_of
+from kinlens.errors import ClientError
 from kinlens.service.commands.settings import EXAMPLE, settings
 from kinlens.service.settings import Settings
 from kinlens.service.variables import PREFIX, variables
 
 app = new_program()
-app.command(epilog=EXAMPLE)(settings)
+console.command(app, EXAMPLE)(settings)
 
 State = Annotated[
     Path | None,
@@ -89,8 +91,19 @@ def refusals() -> Iterator[None]:
         refuse(faults(error))
     except OSError as error:
         refuse(disk_fault(error) if error.filename or is_disk_full(error) else str(error))
-    except KinlensError as error:
+    except (ClientError, KinlensError) as error:
         refuse(str(error))
+
+
+def command(
+    program: typer.Typer, example: str, *, name: str | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Add a function to a program as a command, whose refusals are one line."""
+
+    def added(function: Callable[..., None]) -> Callable[..., None]:
+        return console.command(program, example, name=name)(refusals()(function))
+
+    return added
 
 
 def faults(error: ValidationError) -> str:
@@ -113,9 +126,3 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     for row in rows:
         table.add_row(*map(Text, row))
     Console().print(table)
-
-
-def refuse(message: str) -> NoReturn:
-    """Print one line and exit with status 1."""
-    print_error(message)
-    raise typer.Exit(1)

@@ -13,7 +13,7 @@ try:
 
     import typer
 
-    from kinlens.embedder.programs.console import VersionOption
+    from kinlens.embedder.programs.console import VersionOption, refuse
     from kinlens.service.app import create_app
     from kinlens.service.checks import exposures, make_state
     from kinlens.service.commands import backup, check, feedback, mcp, options  # noqa: F401
@@ -45,7 +45,7 @@ def serve(
     command = context.invoked_subcommand
     if command is not None:
         if any(value not in (None, []) for value in given.values()):
-            options.refuse(f"Write the options after the command: kinlens-serve {command} ...")
+            refuse(f"Write the options after the command: kinlens-serve {command} ...")
         return
     settings = options.read_settings(**given)
     configure_logs(settings.log_level)
@@ -68,8 +68,7 @@ def _warn(texts: list[str]) -> None:
         typer.echo(f"Warning: {text}")
 
 
-@app.command(epilog="Example: kinlens-serve work --state /var/lib/kinlens")
-@options.refusals()
+@options.command(app, "kinlens-serve work --state /var/lib/kinlens")
 def work(
     state: options.State = None,
     once: Annotated[bool, typer.Option("--once", help="Exit when no job is queued.")] = False,
@@ -88,7 +87,4 @@ def work(
     JobManager(settings.model_copy(update={"jobs": "here"})).work(once)
 
 
-app.command(epilog=check.EXAMPLE)(check.check)
-app.command(epilog=backup.BACKUP_EXAMPLE)(backup.backup)
-app.command(epilog=backup.RESTORE_EXAMPLE)(backup.restore)
 app.add_typer(feedback.app, name="feedback")

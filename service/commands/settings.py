@@ -9,11 +9,11 @@ from typing import Annotated
 
 import typer
 
-from kinlens.embedder.programs.console import print_error
+from kinlens.embedder.programs.console import refuse
 from kinlens.service.observe.logs import masked
 from kinlens.service.variables import variables
 
-EXAMPLE = "Example: kinlens-serve settings redis"
+EXAMPLE = "kinlens-serve settings redis"
 _MOST_COLUMNS = 100
 
 
@@ -33,8 +33,7 @@ def settings(
     wanted = text.casefold()
     matching = [x for x in variables() if wanted in f"{x.name} {x.meaning}".casefold()]
     if not matching:
-        print_error(f"No setting contains {text!r}. List all: kinlens-serve settings.")
-        raise typer.Exit(1)
+        refuse(f"No setting contains {text!r}. List all: kinlens-serve settings.")
     for group, members in groupby(matching, attrgetter("group")):
         typer.secho(group, bold=True)
         for variable in members:

@@ -302,9 +302,8 @@ def test_the_command_prints_what_labelled_queries_guarantee(
     split = run(*words, "--bundle", "b", "--by", "class", "--separate", "--confidence", "0.9")
     assert ", others" in split.stdout
     assert "at 90 % confidence" in split.stdout
-    assert "--by and --confidence need --bundle or --from-items" in failure(
-        run(*words, "--by", "class")
-    )
+    line = failure(run(*words, "--by", "class"))
+    assert "--by and --confidence need a bundle or --from-items" in line
     assert "--separate needs --by" in failure(run(*words, "--bundle", "b", "--separate"))
     stated = printed(run(*words, "--from-items", "--json"))
     assert stated["source"] == "gallery"

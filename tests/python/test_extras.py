@@ -98,16 +98,16 @@ CODE = """
 import contextlib, importlib, io, json, os, sys
 hidden, calls, commands = json.loads(sys.argv[1])
 sys.modules.update(dict.fromkeys(hidden))
-told = {}
+texts = {}
 import kinlens
 for name, words in calls:
     try:
         module, _, last = name.rpartition(".")
         place = kinlens.plot if module == "kinlens.plot" else importlib.import_module(module)
         value = eval(f"f({words})", {"f": getattr(place, last)})
-        told[name] = f"it returned {value!r}"
+        texts[name] = f"it returned {value!r}"
     except BaseException as error:
-        told[name] = f"{type(error).__name__}: {error}"
+        texts[name] = f"{type(error).__name__}: {error}"
 for module, words in commands:
     sys.argv[1:] = words.split()
     err = io.StringIO()
@@ -116,8 +116,8 @@ for module, words in commands:
             importlib.import_module(module).main()
         except BaseException as error:
             print(f"{type(error).__name__}: {error}", file=err)
-    told[words] = err.getvalue()
-print(json.dumps(told))
+    texts[words] = err.getvalue()
+print(json.dumps(texts))
 """
 
 
@@ -139,7 +139,7 @@ def test_a_missing_package_is_named_with_its_extra(
         [sys.executable, "-c", CODE, asked], capture_output=True, text=True, cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout.splitlines()[-1])
-    assert len(told) == len(calls) + len(commands)
-    silent = {name: text for name, text in told.items() if "pip install 'kinlens[" not in text}
+    texts = json.loads(done.stdout.splitlines()[-1])
+    assert len(texts) == len(calls) + len(commands)
+    silent = {name: text for name, text in texts.items() if "pip install 'kinlens[" not in text}
     assert not silent, json.dumps(silent, indent=1)

@@ -175,6 +175,19 @@ class GoldenQueries(Report, BaseModel):
             yield f"{query.sha256[:_SHORT]}  {query.title}  {query.wanted}"
 
 
+class UnlabelledQuery(BaseModel):
+    """A query to label, if there is one: the photo with this sha256, or the words of `text`.
+
+    `left` is the number of queries to label, with this one. A label by the attribute `product`
+    counts for probabilities and guarantees; null without one.
+    """
+
+    left: int
+    sha256: str | None
+    text: str | None
+    product: str | None
+
+
 class GoldenRuns(Report, BaseModel):
     """Reports of runs of a golden set, newest first."""
 

@@ -416,6 +416,14 @@ class GalleryDetail(GalleryModel):
     index: IndexModel
     calibration: CalibrationModel | None
     no_calibration: Annotated[str | None, Field(description="Why hits have no probability.")] = None
+    guarantee: Annotated[
+        float | None,
+        Field(description="0.95 if the labelled queries suffice for sets of this level."),
+    ] = None
+    accept: Annotated[
+        float | None,
+        Field(description="0.99 or 0.95: the strictest that the labelled queries suffice for."),
+    ] = None
     guarantee_withdrawn: Annotated[
         str | None,
         Field(

@@ -28,7 +28,8 @@ from kinlens.service.runtime import Runtime
 _MAX_ANSWER_ID = 8_192  # the key of an item has up to 1,024 characters of 4 bytes each
 _MAX_KEY = 1_024
 _CSV = "text/csv"
-_SUBJECT = "The feedback"
+SUBJECT = "The feedback"
+"""The part of the state folder with the feedback, as errors name it."""
 
 
 class FeedbackModel(Strict):
@@ -72,7 +73,7 @@ async def feedback(runtime: Service, request: Request) -> None:
 
     Repeated feedback counts once.
     """
-    store = _store_of(runtime)
+    store = store_of(runtime)
     sent, image = await _read(request)
     question = store.question(sent.answer_id)
     async with runtime.registry.find(question.gallery) as served:
@@ -83,7 +84,7 @@ async def feedback(runtime: Service, request: Request) -> None:
     def add(store: FeedbackStore) -> bool:
         return store.add(question, sent.item, sent.action, stored_image)
 
-    if await runtime.in_state(_SUBJECT, store, add):
+    if await runtime.in_state(SUBJECT, store, add):
         runtime.metrics.feedback.labels(sent.action).inc()
 
 
@@ -109,24 +110,25 @@ async def gallery_feedback(
     format=words, CSV with the columns text and item for kinlens-train teach-words. With
     format=json, the counts of each action and of the rows.
     """
-    store = _store_of(runtime)
+    store = store_of(runtime)
     async with runtime.registry.find(name):
         pass  # raises for an unknown gallery
     if kind == "csv":
-        rows = await runtime.in_state(_SUBJECT, store, lambda store: store.pairs(name))
+        rows = await runtime.in_state(SUBJECT, store, lambda store: store.pairs(name))
         return Response(as_csv(Pair._fields, rows), media_type=_CSV)
     if kind == "words":
-        words = await runtime.in_state(_SUBJECT, store, lambda store: store.words(name))
+        words = await runtime.in_state(SUBJECT, store, lambda store: store.words(name))
         return Response(as_csv(ClickedWords._fields, words), media_type=_CSV)
 
     def count(store: FeedbackStore) -> FeedbackCounts:
         pairs, words = len(store.pairs(name)), len(store.words(name))
         return FeedbackCounts(**store.counts(name), pairs=pairs, words=words)
 
-    return await runtime.in_state(_SUBJECT, store, count)
+    return await runtime.in_state(SUBJECT, store, count)
 
 
-def _store_of(runtime: Runtime) -> FeedbackStore:
+def store_of(runtime: Runtime) -> FeedbackStore:
+    """The feedback. Raises: HTTPException (404) while it is off."""
     if runtime.feedback is None:
         raise HTTPException(
             404,

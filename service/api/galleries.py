@@ -41,7 +41,7 @@ from kinlens.service.http.bodies import read_model
 from kinlens.service.http.openapi import model_docs, problems
 from kinlens.service.http.rules import Route, rule
 from kinlens.service.runtime import Runtime
-from kinlens.service.search.guarantee import withdrawn
+from kinlens.service.search.guarantee import offered, withdrawn
 from kinlens.service.search.pipeline import calibrated_by
 from kinlens.service.settings import Settings
 
@@ -281,6 +281,7 @@ def _detail(served: Served, settings: Settings, stores: ImageStores) -> GalleryD
         else _calibration(calibrated, settings.no_match_prior),
         no_calibration=calibrated if isinstance(calibrated, str) else None,
         guarantee_withdrawn=withdrawn(served) or None,
+        **offered(served),
         thresholds=[
             ThresholdModel(false_matches=one.false_matches, search_score=one.search_score)
             for one in (known.thresholds if known else ())

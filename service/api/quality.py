@@ -5,17 +5,27 @@ A run uses one search thread at a time and queues for it like a search, so it de
 little.
 """
 
+import random
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path as FilePath
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Path, Query, Request, Response
 
 from kinlens.embedder import errors
 from kinlens.embedder.errors import ImageError, InvalidParameterError, KinlensError
 from kinlens.embedder.views.windows import windows
-from kinlens.golden import GoldenQueries, GoldenQuery, GoldenRun, GoldenRuns, Label, Words
+from kinlens.golden import (
+    GoldenQueries,
+    GoldenQuery,
+    GoldenRun,
+    GoldenRuns,
+    Label,
+    UnlabelledQuery,
+    Words,
+)
 from kinlens.indexer.checks.duplicates import (
     Member,
     clusters_of,
@@ -27,11 +37,13 @@ from kinlens.models import DuplicatesAnswer, NearCrowd, NearFloor, NearItem
 from kinlens.quality.golden import KEPT_RUNS, GoldenSet, NewQuery
 from kinlens.quality.judging import GoldenResults, Vector, ask, labelled, threshold_of
 from kinlens.service.access.audit import note
+from kinlens.service.api.feedback import SUBJECT, store_of
 from kinlens.service.api.galleries import CHANGE_FAILURES, FAILURES, IMAGE_FAILURES, Service
 from kinlens.service.api.images import AS_SIZE, KEPT, Size
 from kinlens.service.api.items import item_model
 from kinlens.service.api.requests import read_form, search_of
 from kinlens.service.concurrency import BoundedPool, within
+from kinlens.service.galleries.feedback import FeedbackStore
 from kinlens.service.galleries.registry import Served
 from kinlens.service.http.bodies import FORM, checked, fault, off_loop, parse_json, read_body
 from kinlens.service.http.openapi import body_docs, problems
@@ -70,6 +82,7 @@ _ADD_FORM: dict[str, Any] = {
 Sha256 = Annotated[
     str, Path(pattern="^[0-9a-f]{64}$", description="Its sha256, as in the list of queries.")
 ]
+T = TypeVar("T")
 router = APIRouter(route_class=Route, prefix="/galleries/{name}")
 
 
@@ -200,6 +213,66 @@ async def runs(
         return GoldenRuns(runs=found)
 
 
+@router.get(
+    "/golden/unlabelled",
+    responses=problems(*_KEPT, errors.StateError),
+    summary="Draw a query to label",
+)
+@rule("write", "galleries")
+async def unlabelled(runtime: Service, name: str) -> UnlabelledQuery:
+    """One of the photos and words that the feedback stores and nobody has labelled or skipped.
+
+    Each is equally likely, whatever was clicked and however sure the answer was: labels of chosen
+    queries guarantee nothing for the others. 404 while feedback is off.
+    """
+    store = store_of(runtime)
+    async with runtime.registry.find(name) as served:
+        _folder(served)
+        served.refuse_if_followed()
+        calibrator = served.calibrator
+        assert calibrator is not None  # since it has a folder
+        known = await runtime.read("the calibration", calibrator.stored, served=served)
+    queries = await runtime.in_state(SUBJECT, store, lambda store: store.unlabelled(name))
+    query = random.choice(queries) if queries else None
+    return UnlabelledQuery(
+        left=len(queries),
+        sha256=None if query is None else query.digest,
+        text=None if query is None else query.text or None,
+        product=None if known is None else known.product,
+    )
+
+
+@router.get(
+    "/golden/unlabelled/{sha256}",
+    response_class=Response,
+    responses={
+        200: {"content": {"image/jpeg": {}}, "description": "The photo as it is stored."},
+        **problems(*_KEPT, errors.ItemNotFoundError, errors.StateError),
+    },
+    summary="The photo of a query to label",
+)
+@rule("write", "galleries")
+async def unlabelled_image(runtime: Service, name: str, sha256: Sha256) -> Response:
+    """The photo that the feedback stores; 404 from when it was deleted there."""
+    data = await _of_feedback(runtime, name, lambda store: store.image(name, sha256))
+    return Response(data, media_type="image/jpeg", headers={"Cache-Control": "no-store"})
+
+
+@router.delete(
+    "/golden/unlabelled/{sha256}",
+    status_code=204,
+    responses=problems(*_KEPT, errors.ItemNotFoundError, errors.StateError),
+    summary="Do not draw a query again",
+)
+@rule("write", "galleries")
+async def skip(runtime: Service, request: Request, name: str, sha256: Sha256) -> None:
+    """Omit a query that was labelled, or that nobody can label, from those to label. The feedback
+    is not changed.
+    """
+    await _of_feedback(runtime, name, lambda store: store.handle(name, sha256))
+    note(request.scope["state"], affected=1)
+
+
 @router.get("/duplicates", responses=problems(*FAILURES), summary="Find near-duplicates")
 @rule("admin", "galleries")
 async def duplicates(
@@ -263,6 +336,14 @@ async def duplicates(
                 return await _SCANS.run(read, after=served.release)
         finally:
             over.cancel()
+
+
+async def _of_feedback(runtime: Runtime, name: str, work: Callable[[FeedbackStore], T]) -> T:
+    """Run `work` with the feedback, if the caller may use the golden set of the gallery."""
+    store = store_of(runtime)
+    async with runtime.registry.find(name) as served:
+        _folder(served)
+    return await runtime.in_state(SUBJECT, store, work)
 
 
 def _folder(served: Served) -> FilePath:

@@ -2,6 +2,7 @@
 
     answer ─► sign ─► answer_id ─► POST /feedback ─► question ─► add ─► pairs ─► CSV, training
                                                                     └► words ─► CSV, teach-words
+    stored images, words ─► unlabelled ─► a person ─► golden set
 
 STATE/feedback.sqlite stores the rows and the secret for signatures. STATE/feedback/pictures stores
 the query images, if the operator chose to keep them; only then the words of queries are stored.
@@ -12,6 +13,7 @@ processes may use both.
 import base64
 import contextlib
 import csv
+import hashlib
 import hmac
 import io
 import json
@@ -27,7 +29,8 @@ from pathlib import Path
 from typing import NamedTuple, get_args
 
 from kinlens.embedder.durable import make_folder, write_whole
-from kinlens.embedder.errors import InvalidParameterError, StateError
+from kinlens.embedder.errors import InvalidParameterError, ItemNotFoundError, StateError
+from kinlens.embedder.types import SHORT
 from kinlens.models import Action
 from kinlens.service.access.links import VERSION_DIGITS
 from kinlens.service.settings import Settings
@@ -57,6 +60,9 @@ CREATE TABLE IF NOT EXISTS words (
     item TEXT NOT NULL, action TEXT NOT NULL, day TEXT NOT NULL,
     UNIQUE (gallery, version, text, item, action)
 ) STRICT;
+CREATE TABLE IF NOT EXISTS handled (
+    gallery TEXT NOT NULL, query TEXT NOT NULL, day TEXT NOT NULL, PRIMARY KEY (gallery, query)
+) STRICT;
 """
 
 
@@ -71,6 +77,11 @@ class Question:
     image: str = ""
     item: str = ""
     text: str = ""
+
+    @property
+    def digest(self) -> str:
+        """The sha256 (hex) of its image, or of its words."""
+        return self.image or hashlib.sha256(self.text.encode()).hexdigest()
 
 
 class Pair(NamedTuple):
@@ -227,6 +238,41 @@ class FeedbackStore:
         with self._transaction() as connection:
             return [ClickedWords(*row) for row in connection.execute(sql, (gallery,))]
 
+    def unlabelled(self, gallery: str) -> list[Question]:
+        """The different stored images and words that `handle` was not called for, in any order."""
+
+        def column(connection: sqlite3.Connection, sql: str) -> set[str]:
+            return {text for (text,) in connection.execute(f"{sql} WHERE gallery = ?", (gallery,))}
+
+        with self._transaction() as connection:
+            images = column(connection, "SELECT DISTINCT picture FROM feedback")
+            texts = column(connection, "SELECT DISTINCT text FROM words")
+            handled = column(connection, "SELECT query FROM handled")
+            images &= {file.stem for file in self._images.glob("*.jpg")}
+        queries = [Question(gallery, "", image=image) for image in images]
+        queries += [Question(gallery, "", text=text) for text in texts]
+        return [query for query in queries if query.digest not in handled]
+
+    def handle(self, gallery: str, digest: str) -> None:
+        """Omit a query from `unlabelled`: a person has labelled or skipped it.
+
+        Raises: ItemNotFoundError if it is not among them.
+        """
+        if all(query.digest != digest for query in self.unlabelled(gallery)):
+            raise _unknown(digest)
+        with self._transaction() as connection:
+            row = (gallery, digest, _today().isoformat())
+            connection.execute("INSERT OR IGNORE INTO handled VALUES (?, ?, ?)", row)
+
+    def image(self, gallery: str, digest: str) -> bytes:
+        """The stored image of a query, a JPEG. Raises: ItemNotFoundError if it was removed."""
+        with self._transaction() as connection:
+            sql = "SELECT 1 FROM feedback WHERE gallery = ? AND picture = ? LIMIT 1"
+            if connection.execute(sql, (gallery, digest)).fetchone() is not None:
+                with contextlib.suppress(FileNotFoundError):
+                    return (self._images / f"{digest}.jpg").read_bytes()
+        raise _unknown(digest)
+
     def galleries(self) -> list[str]:
         """The names of galleries with feedback."""
         with self._transaction() as connection:
@@ -280,6 +326,8 @@ class FeedbackStore:
                 "DELETE FROM words WHERE gallery = coalesce(?, gallery)",
             ):
                 removed += connection.execute(sql, (gallery,)).rowcount
+            sql = "DELETE FROM handled WHERE gallery = coalesce(?, gallery)"
+            connection.execute(sql, (gallery,))
             self._drop_images(connection)
         return removed
 
@@ -287,8 +335,9 @@ class FeedbackStore:
         """Remove rows that are too old, and images that no row refers to."""
         oldest = _today() - timedelta(days=self._days)
         with self._transaction() as connection:
-            connection.execute("DELETE FROM feedback WHERE day < ?", (oldest.isoformat(),))
-            connection.execute("DELETE FROM words WHERE day < ?", (oldest.isoformat(),))
+            for table in ("feedback", "words", "handled"):
+                sql = f"DELETE FROM {table} WHERE day < ?"  # noqa: S608 (a name of this list)
+                connection.execute(sql, (oldest.isoformat(),))
             self._drop_images(connection)
 
     def close(self) -> None:
@@ -352,6 +401,13 @@ def forget(settings: Settings, store: FeedbackStore | None, gallery: str) -> int
         return 0
     with contextlib.closing(open_feedback(settings)) as opened:
         return opened.clear(gallery)
+
+
+def _unknown(digest: str) -> ItemNotFoundError:
+    return ItemNotFoundError(
+        f"The feedback has no query {digest[:SHORT]} to label. It was removed, labelled or "
+        "skipped; ask for another one."
+    )
 
 
 def as_csv(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -1,5 +1,7 @@
 """Guarantees over HTTP: the labelled queries behind them, and the fields of an answer."""
 
+import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import structlog
@@ -52,6 +54,24 @@ def withdrawn(served: Served) -> str | None:
     if served.calibrator is None or isinstance(served.gallery, GalleryView):
         return None
     return served.calibrator.withdrawn()
+
+
+def offered(served: Served) -> dict[str, float | None]:
+    """What the search page may ask for: a set, and decisions as strict as the labels allow. Empty
+    while nothing is guaranteed to this caller.
+    """
+    if served.calibrator is None or withdrawn(served) != "":
+        return {}
+    found = served.calibrator.guarantee()
+
+    def first(rule: Callable[[float], object], *shares: float) -> float | None:
+        for share in shares:
+            with contextlib.suppress(InvalidParameterError):  # too few labels
+                rule(share)
+                return share
+        return None
+
+    return {"guarantee": first(found.sets, 0.95), "accept": first(found.decisions, 0.99, 0.95)}
 
 
 def described(found: Guaranteed) -> dict[str, Any]:

@@ -151,6 +151,8 @@ class Wanted(BaseModel):
     positive: list[str] = []
     negative: list[str] = []
     texts: Json[list[str]] = []
+    guarantee: float | None = None
+    accept: float | None = None
 
 
 def wanted_of(fields: FormData | QueryParams, **given: str) -> Wanted:
@@ -192,6 +194,9 @@ class Shop:
         self.has_map = True
         self.boxes: list[dict[str, Any]] | None = None  # of a detector, if there is one
         self.has_words = False  # of the gallery shop
+        self.guarantee: dict[str, Any] | None = None  # of each answer that may have one
+        self.accepted: bool | None = None
+        self.withdrawn: str | None = None
         self.open_searches = 0
         self.most_searches = 0
 
@@ -257,6 +262,9 @@ class Shop:
             "provider": "CPUExecutionProvider",
             "image_root_missing": False,
             "feedback": self.feedback,
+            "guarantee": None if self.guarantee is None else 0.95,
+            "accept": None if self.accepted is None else 0.99,
+            "guarantee_withdrawn": self.withdrawn,
         }
 
     def attribute_names(self, gallery: str) -> list[str]:
@@ -296,7 +304,7 @@ class Shop:
         wanted = wanted_of(request.query_params, gallery=name)
         return self.answer(wanted, [item.vector], without=item.key)
 
-    async def search(self, request: Request) -> dict[str, Any]:
+    async def search(self, request: Request) -> Any:
         self.open_searches += 1
         self.most_searches = max(self.most_searches, self.open_searches)
         try:
@@ -311,7 +319,10 @@ class Shop:
             parts = [(n, crop) for n in range(len(images)) for crop in crops]
             vectors = [vector_of(images[n], crop) for n, crop in parts]
             views = [{"image": n + 1, "crop": crop} for n, crop in parts]
-            return self.answer(wanted, vectors, views)
+            if wanted.guarantee is not None and self.guarantee is None:
+                return problem(422, "Invalid parameter", "Nothing is guaranteed.")
+            promised = {"guarantee": self.guarantee, "accepted": self.accepted}
+            return self.answer(wanted, vectors, views) | (promised if wanted.guarantee else {})
         finally:
             self.open_searches -= 1
 

@@ -43,6 +43,9 @@ _TABLE: dict[tuple[str | None, str], str] = {
         GET /galleries/{name}/golden    POST /galleries/{name}/golden
         GET /galleries/{name}/golden/runs               POST /galleries/{name}/golden/run
         DELETE /galleries/{name}/golden/{sha256}        GET /galleries/{name}/golden/{sha256}/image
+        GET /galleries/{name}/golden/unlabelled
+        GET /galleries/{name}/golden/unlabelled/{sha256}
+        DELETE /galleries/{name}/golden/unlabelled/{sha256}
     """,
     ("admin", "galleries"): """
         POST /galleries                 DELETE /galleries/{name}

@@ -1,6 +1,6 @@
 // The requests of the admin page that the search page does not send.
 
-import { bodyOf, galleryPath, getJson, Problem, request, sendJson } from "../shared/api.js";
+import { bodyOf, fetchImage, galleryPath, getJson, Problem, request, sendJson } from "../shared/api.js";
 
 const sent = async (method, url, content, signal) => bodyOf(await sendJson(method, url, content, signal));
 
@@ -75,6 +75,27 @@ export const listGolden = async (gallery) => (await getJson(`${galleryPath(galle
 export const listGoldenRuns = async (gallery) => (await getJson(`${galleryPath(gallery)}/golden/runs`)).runs;
 
 export const runGolden = (gallery) => request(`${galleryPath(gallery)}/golden/run`, { method: "POST" });
+
+// A stored query of a visitor: {left, sha256, text, product}; its sha256 is null if none is left.
+export const drawQuery = (gallery) => getJson(`${galleryPath(gallery)}/golden/unlabelled`);
+
+export const getQueryPhoto = (gallery, sha256) => fetchImage(`${galleryPath(gallery)}/golden/unlabelled/${sha256}`);
+
+// It is not drawn again.
+export const skipQuery = (gallery, sha256) =>
+  request(`${galleryPath(gallery)}/golden/unlabelled/${sha256}`, { method: "DELETE" });
+
+// Resolves to the labelled query. `image` or `text` is null.
+export async function addGolden(gallery, image, text, label) {
+  const form = new FormData();
+  if (image) form.append("image", image, "query");
+  if (text) form.append("texts", JSON.stringify([text]));
+  form.append("label", JSON.stringify(label));
+  return bodyOf(await request(`${galleryPath(gallery)}/golden`, { method: "POST", body: form }));
+}
+
+export const removeGolden = (gallery, sha256) =>
+  request(`${galleryPath(gallery)}/golden/${sha256}`, { method: "DELETE" });
 
 // wanted: {min_score} or none, and limit. Resolves to groups of near-duplicates.
 export const findDuplicates = (gallery, wanted) =>

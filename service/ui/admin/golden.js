@@ -1,6 +1,7 @@
 // The golden set, labelled queries of the gallery: its figures over time and its wrong answers.
 
 import { listGolden, listGoldenRuns, runGolden } from "./api.js";
+import { loadLabels, startLabels } from "./labels.js";
 import { chosen, state } from "./state.js";
 import { moment, table } from "./status.js";
 import { whileBusy } from "./work.js";
@@ -11,7 +12,8 @@ import { imageOf } from "../shared/images.js";
 
 const SHOWN_RUNS = 20;
 const HEAD = ["When", "Model", "Items", "Recall@1", "Recall@5", "Recall@10", "MAP@R", "No-match precision"];
-const EMPTY = "There are no labelled queries yet. Label what customers send, images or words, with kinlens-index golden add or POST /galleries/NAME/golden.";
+const EMPTY = "There are no labelled queries yet. Label what customers send, images or words, here, with kinlens-index golden add or with POST /galleries/NAME/golden.";
+let count = 0; // of labelled queries
 
 const part = (value) => (value === null ? "–" : `${(value * 100).toFixed(1)}%`);
 
@@ -70,11 +72,15 @@ function worst({ worst: rows, generation }, queries) {
   return [element("h2", { textContent: "Wrong answers of the last run" }), list];
 }
 
+function showCount() {
+  ui["golden-count"].textContent = count === 0 ? "" : `${grouped(count)} labelled`;
+  ui["golden-run"].disabled = count === 0;
+  ui["golden-empty"].hidden = count > 0;
+}
+
 function show(queries, runs, reason = EMPTY) {
-  const isEmpty = queries.length === 0;
-  ui["golden-count"].textContent = isEmpty ? "" : `${grouped(queries.length)} labelled`;
-  ui["golden-run"].disabled = isEmpty;
-  ui["golden-empty"].hidden = !isEmpty;
+  count = queries.length;
+  showCount();
   ui["golden-empty"].textContent = reason;
   ui["golden-report"].replaceChildren(...(runs.length === 0 ? [] : [overTime(runs), basis(runs[0]), ...worst(runs[0], queries)]));
 }
@@ -84,14 +90,22 @@ export async function load() {
   if (name === "") return show([], []);
   try {
     const [queries, runs] = await Promise.all([listGolden(name), listGoldenRuns(name)]);
-    if (name === state.name) show(queries, runs);
+    if (name !== state.name) return;
+    show(queries, runs);
+    ui["label-box"].hidden = false;
+    await loadLabels();
   } catch (error) {
     if (error.status !== 409) throw error;
-    show([], [], error.detail);
+    ui["label-box"].hidden = true; // it cannot have, or change, a golden set
+    if (count === 0) show([], [], error.detail);
   }
 }
 
 export function startGolden() {
+  startLabels((change) => {
+    count += change;
+    showCount();
+  });
   ui["golden-run"].addEventListener("click", () => whileBusy(ui["golden-run"], async () => {
     await runGolden(state.name);
     await load();

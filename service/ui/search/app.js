@@ -115,7 +115,7 @@ async function search(query, keep) {
   showCrops(query.crops);
   try {
     const full = await checkedQuery(query);
-    const answer = await ask(full, wanted, mine.controller.signal);
+    const answer = await ask(full, wanted, mine.controller.signal, { promised: settings.promised() });
     if (running !== mine) return;
     const entry = { kind: "search", query: full, view: settings.snapshot(), answer };
     const hash = toHash(entry.view, full);

@@ -109,8 +109,19 @@ async function post(wanted, signal) {
   }
 }
 
-// Throws: Problem, AbortError.
-export async function ask(query, view, signal, more = {}) {
+// Guarantees are about queries like the labelled ones: whole photos. One that has ended is refused; then the
+// answer without it says so in `hasEnded`.
+async function postWhole(wanted, promised, signal) {
+  try {
+    return await post({ ...wanted, ...promised }, signal);
+  } catch (error) {
+    if (error.status !== 422 || !(promised.guarantee || promised.accept)) throw error;
+    return { ...(await post(wanted, signal)), hasEnded: true };
+  }
+}
+
+// `promised` is the {guarantee, accept} of the gallery. Throws: Problem, AbortError.
+export async function ask(query, view, signal, { promised = {}, ...more } = {}) {
   const { gallery, text, k, filter } = view;
   const { group: groupBy, order } = view;
   const wanted = { gallery, k, filter, groupBy, groupSize: GROUP_SIZE, order, ...more };
@@ -125,7 +136,9 @@ export async function ask(query, view, signal, more = {}) {
   if (isHere || isBare(query)) return post(voted, signal);
   const images = await imagesOf(query, signal);
   const combine = isBest(query, view) ? "best" : "";
-  return post({ ...voted, images, crops: query.crops, combine }, signal);
+  const all = { ...voted, images, crops: query.crops, combine };
+  const isWhole = query.kind === "upload" && query.crops.length + positives.length + negatives.length === 0 && !text && !order;
+  return isWhole ? postWhole(all, promised, signal) : post(all, signal);
 }
 
 // Returns {attribute: counts of its values} over the items that pass the filters and the minimum

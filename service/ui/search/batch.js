@@ -25,6 +25,9 @@ function hitImage(hit) {
   return element("span", { className: "batch-hit" }, image, caption);
 }
 
+// Whether the best product may be taken without a person; "" where that was not asked for.
+export const acceptedText = ({ accepted }) => (accepted == null ? "" : accepted ? "Accepted. " : "Not sure. ");
+
 function stateText(row, handlers) {
   if (row.state === "waiting") return "Waiting";
   if (row.state === "running") return "Searching…";
@@ -33,7 +36,7 @@ function stateText(row, handlers) {
   if (passing.length === 0) return "No match";
   const [best] = passing;
   const noun = row.answer.groups ? "group" : "result";
-  return `${plural(passing.length, noun)}, best ${titleOf(best.key, best.attributes)} (${best.score.toFixed(2)})`;
+  return `${acceptedText(row.answer)}${plural(passing.length, noun)}, best ${titleOf(best.key, best.attributes)} (${best.score.toFixed(2)})`;
 }
 
 function hitsOf(row, handlers) {

@@ -47,7 +47,11 @@ export class BatchRun {
     const mine = this.#run;
     mine.parts += 1;
     const view = settings.snapshot();
-    const work = (query, signal) => ask(query, view, signal);
+    const work = async (query, signal) => {
+      const answer = await ask(query, view, signal, { promised: settings.promised() });
+      settings.keepUp(answer);
+      return answer;
+    };
     await runRows(rows, work, mine.controller.signal, (row) => this.#moved(entry, row));
     mine.parts -= 1;
     if (mine.parts === 0 && this.#run === mine) this.#run = null;

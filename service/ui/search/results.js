@@ -2,16 +2,18 @@
 
 import { card, groupCard, placeholders, titleOf } from "./cards.js";
 import { isBare, isBest, PRODUCT, viewText } from "./ask.js";
+import { acceptedText } from "./batch.js";
 import { choice, hideChoices } from "./choose.js";
 import { hideHeat, toggleHeat } from "./explain.js";
 import { hideParts, showParts } from "./parts.js";
 import { EMPTY_TEXT } from "./samples.js";
 import * as settings from "./settings.js";
 import { announce, definitions, element, ui } from "../shared/dom.js";
-import { capitalized, milliseconds, percent, plural } from "../shared/format.js";
+import { capitalized, milliseconds, percent, plural, someOf, valueText } from "../shared/format.js";
 import { imageOf, LARGE, showImage } from "../shared/images.js";
 
 const PLACEHOLDERS = 12;
+const ENDED = "No answer is guaranteed now: other photos come than those that the shop labelled, or its items have changed";
 let describedBy = ""; // what the shown cards took from the description of their gallery
 
 export function showQuery(query) {
@@ -71,10 +73,32 @@ function chanceText({ answer, view }) {
   return `${chance > 0.5 ? "Probably not here: " : ""}${percent(chance)} chance that ${wrong}`;
 }
 
+const nameOf = ({ value, key }) => (value === null ? key : valueText(value));
+
+// The products of which one is right, unless the list was cut.
+function setText({ level, groups, none, cut }) {
+  if (cut === "k") return "More products may be right than fit into the results";
+  if (cut === "filter") return "The filters hide products that may be right";
+  const often = `(${Math.round(level * 100)} of 100 times)`;
+  if (groups.length === 0) return none ? `None of these products ${often}` : "";
+  const these = groups.length === 1 ? "This product" : `One of these ${groups.length} products`;
+  return `${these}${none ? ", or none of them" : ""} ${often}: ${someOf(groups.map(nameOf))}`;
+}
+
+// What the answer guarantees, as text. It says more than the chance that no result is right, unless that is high.
+function sureText(entry) {
+  const { guarantee, accepted, hasEnded, no_match_probability: chance } = entry.answer;
+  if (!guarantee) return [chanceText(entry), hasEnded || settings.facts().guarantee_withdrawn ? ENDED : ""];
+  const wrong = Math.round((1 - guarantee.accept) * 100);
+  const set = accepted ? `${nameOf(guarantee.groups[0])}. At most ${wrong} in 100 accepted products is wrong` : setText(guarantee);
+  return [chance > 0.5 ? chanceText(entry) : "", `${acceptedText(entry.answer)}${set}`];
+}
+
 function showChance(text, answer) {
   ui.chance.hidden = text === "";
   ui.chance.textContent = text;
   ui.chance.classList.toggle("likely", answer?.no_match_probability > 0.5);
+  ui.chance.classList.toggle("accepted", answer?.accepted === true);
 }
 
 function actions(hasFilter, hasMin) {
@@ -127,7 +151,7 @@ export function filterCards(entry) {
   const shown = cards.filter((item) => !item.hidden).length;
   showEmpty(answer, shown === 0);
   if (shown > 0) ui.summary.textContent = summaryOf(shown, entry);
-  const chance = shown > 0 ? chanceText(entry) : "";
+  const chance = shown > 0 ? sureText(entry).filter(Boolean).join(". ") : "";
   showChance(chance, answer);
   const more = shown > 0 ? chance : ui["empty-text"].textContent;
   announce([ui.summary.textContent, more].filter(Boolean).join(". "));

@@ -127,13 +127,15 @@ export async function fetchImage(link, signal) {
 }
 
 // The parameters that all searches share, as [name, text].
-function commonFields({ k, filter, groupBy, groupSize, order, minScore, facets }) {
+function commonFields({ k, filter, groupBy, groupSize, order, minScore, facets, guarantee, accept }) {
   const fields = [["k", k]];
   if (filter && Object.keys(filter).length > 0) fields.push(["filter", JSON.stringify(filter)]);
   if (groupBy) fields.push(["group_by", groupBy], ["group_size", groupSize]);
   if (order) fields.push(["diversity", VARIED]);
   if (minScore !== undefined) fields.push(["min_score", minScore]);
   if (facets) fields.push(["facets", JSON.stringify(facets)]);
+  if (guarantee) fields.push(["guarantee", guarantee]);
+  if (accept) fields.push(["accept", accept]);
   return fields;
 }
 

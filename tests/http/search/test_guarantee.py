@@ -62,6 +62,15 @@ def test_an_answer_has_the_set_and_the_labelled_queries_behind_it(guarded) -> No
     assert "accepted" not in plain
 
 
+def test_the_description_has_what_a_page_may_ask_for(guarded, market) -> None:
+    def offered(service: Any) -> tuple[float | None, float | None]:
+        gallery = service.client.get("/galleries/shop").json()
+        return gallery["guarantee"], gallery["accept"]
+
+    assert offered(guarded) == (0.95, None)  # there are 38 labels, and 59 are needed to accept
+    assert offered(market) == (None, None)
+
+
 def test_a_set_that_k_or_a_filter_cuts_is_not_guaranteed(guarded) -> None:
     whole = found(guarded, photo(70), guarantee=0.97, k=6)["guarantee"]
     assert len(whole["groups"]) > 1
@@ -164,6 +173,7 @@ def test_other_queries_withdraw_the_guarantee_until_it_is_run_again(tmp_path: Pa
         for _ in range(100):  # the answers but one come from the cache, and do not count
             client.search(photo(100), guarantee=0.8)
         assert shop.gallery()["guarantee_withdrawn"] is None
+        assert shop.gallery()["guarantee"] == 0.95
         assert withdrawn() == 0
         with structlog.testing.capture_logs() as events:
             for number in range(100, 200):
@@ -176,6 +186,7 @@ def test_other_queries_withdraw_the_guarantee_until_it_is_run_again(tmp_path: Pa
         assert [e["gallery"] for e in events if e["event"] == "guarantee withdrawn"] == ["shop"]
         assert client.search(photo(100)).hits
         assert "differ from the labelled ones" in shop.gallery()["guarantee_withdrawn"]
+        assert shop.gallery()["guarantee"] is None
         until(lambda: withdrawn() == 1)
         client.run_golden("shop")
         assert client.search(near(1, 60), guarantee=0.8).guarantee.holds

@@ -305,6 +305,11 @@ def test_clicked_words_are_kept_for_a_teacher(shop: tuple[Running, Client]) -> N
     assert counts == {"clicked": 1, "bought": 1, "wrong": 1, "pairs": 0, "words": 1}
     listed = service.client.get(url, params={"format": "words"})
     assert listed.text == f"text,item\n{GREEN},{first.key}\n"
+    path = "/galleries/shop/golden/unlabelled"
+    drawn = service.client.get(path).json()
+    assert (drawn["left"], drawn["text"]) == (1, GREEN)
+    service.client.delete(f"{path}/{drawn['sha256']}").raise_for_status()
+    assert service.client.get(path).json()["left"] == 0
     assert "no_probabilities" not in service.search(PHOTO).json()
 
 

@@ -15,6 +15,7 @@ from tests.support.page_browser import FOCUSED, RUN_AXE, OpenPage, faults, send_
 from tests.support.seams import FeedbackStore
 from tests.support.servers import render
 from tests.support.shops import sha256
+from tests.support.waiting import until
 from tests.tiny import encoded
 
 pytestmark = pytest.mark.browser
@@ -52,7 +53,8 @@ def stocked(shop: AdminShop) -> AdminShop:
     texts = [json.dumps({"product": f"p{number}"}) for number in numbers]
     images = {f"i/{number}.png": encoded(render(number)) for number in numbers}
     shop.shop.put_form(images, texts).raise_for_status()
-    shop.shop.client.post("/galleries/shop/golden/run")  # names the product, and has no queries
+    # The service learns in the background which attribute names the product.
+    until(lambda: shop.shop.client.get("/galleries/shop/golden/unlabelled").json()["product"])
     for number in PHOTOS.values():
         named = shop.shop.search(photo(number)).json()["answer_id"]
         sent = {"answer_id": named, "item": "i/9.png", "action": "wrong"}

@@ -44,7 +44,7 @@ SET = "One of these 3 products (95 of 100 times): mug, jar, box"
             "One of these 4 products, or none of them (95 of 100 times): mug, jar, box and 1 more",
         ),
         (promise("mug", none=False), None, "This product (95 of 100 times): mug"),
-        (promise("mug"), True, "Accepted. mug. At most 1 in 100 accepted products is wrong"),
+        (promise("mug"), True, "Accepted: mug. At most 1 of 100 accepted products is wrong"),
         (promise(none=True), None, "None of these products (95 of 100 times)"),
         (promise("mug", cut="k"), None, "More products may be right than fit into the results"),
         (promise("mug", cut="filter"), False, "Not sure. The filters hide products that may be"),
@@ -127,14 +127,14 @@ def test_a_batch_says_which_photos_need_a_person(open_shop: OpenPage, fake_shop:
         expect(states.nth(number)).to_contain_text("Accepted. 20 results")
     page.get_by_test_id("batch-open").first.click()
     settled(page)
-    expect(page.get_by_test_id("chance")).to_contain_text("At most 1 in 100")
+    expect(page.get_by_test_id("chance")).to_contain_text("At most 1 of 100")
 
 
 def test_it_fits_a_phone(open_shop: OpenPage, fake_shop: Shop) -> None:
     fake_shop.guarantee, fake_shop.accepted = promise("mug"), True
     phone = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
     page = searched(open_shop, fake_shop, **phone)
-    expect(page.get_by_test_id("chance")).to_contain_text("Accepted. mug")
+    expect(page.get_by_test_id("chance")).to_contain_text("Accepted: mug")
     assert faults(page) == []
     page.emulate_media(color_scheme="dark")
     expect(page.locator("html")).to_have_attribute("data-theme", "dark")

@@ -90,8 +90,9 @@ function sureText(entry) {
   const { guarantee, accepted, hasEnded, no_match_probability: chance } = entry.answer;
   if (!guarantee) return [chanceText(entry), hasEnded || settings.facts().guarantee_withdrawn ? ENDED : ""];
   const wrong = Math.round((1 - guarantee.accept) * 100);
-  const set = accepted ? `${nameOf(guarantee.groups[0])}. At most ${wrong} in 100 accepted products is wrong` : setText(guarantee);
-  return [chance > 0.5 ? chanceText(entry) : "", `${acceptedText(entry.answer)}${set}`];
+  const often = `At most ${wrong} of 100 accepted products ${wrong === 1 ? "is" : "are"} wrong`;
+  const text = accepted ? `Accepted: ${nameOf(guarantee.groups[0])}. ${often}` : acceptedText(entry.answer) + setText(guarantee);
+  return [chance > 0.5 ? chanceText(entry) : "", text];
 }
 
 function showChance(text, answer) {

@@ -105,8 +105,7 @@ function act(step) {
   });
 }
 
-async function finish(sha256, text) {
-  const query = asked;
+async function finish(query, sha256, text) {
   await skipQuery(query.gallery, query.sha256).catch((error) => {
     if (!isGone(error)) throw error;
   });
@@ -117,10 +116,11 @@ async function finish(sha256, text) {
 
 // The photo is fetched again, because one that was deleted meanwhile must not be stored.
 async function store(label, name) {
+  const query = asked;
   try {
-    const { sha256 } = await addGolden(asked.gallery, await photoOf(asked), asked.text, label);
+    const { sha256 } = await addGolden(query.gallery, await photoOf(query), query.text, label);
     onLabelled(1);
-    await finish(sha256, `Labelled as ${name}.`);
+    await finish(query, sha256, `Labelled as ${name}.`);
   } catch (error) {
     if (!isGone(error)) throw error;
     await next();
@@ -162,7 +162,7 @@ export function startLabels(whenLabelled) {
   onLabelled = whenLabelled;
   ui["label-none"].addEventListener("click", () => act(() => store({ no_match: true }, "none of these")));
   ui["label-more"].addEventListener("click", () => act(() => search(MORE)));
-  ui["label-skip"].addEventListener("click", () => act(() => finish("", "Skipped.")));
+  ui["label-skip"].addEventListener("click", () => act(() => finish(asked, "", "Skipped.")));
   ui["label-undo"].addEventListener("click", () => act(undo));
   ui["label-box"].addEventListener("keydown", press);
 }

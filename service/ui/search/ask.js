@@ -110,7 +110,7 @@ async function post(wanted, signal) {
 }
 
 // Guarantees are about queries like the labelled ones: whole photos. One that has ended is refused; then the
-// answer without it says so in `hasEnded`.
+// answer without it reports it in `hasEnded`.
 async function postWhole(wanted, promised, signal) {
   try {
     return await post({ ...wanted, ...promised }, signal);

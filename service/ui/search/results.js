@@ -85,7 +85,7 @@ function setText({ level, groups, none, cut }) {
   return `${these}${none ? ", or none of them" : ""} ${often}: ${someOf(groups.map(nameOf))}`;
 }
 
-// What the answer guarantees, as text. It says more than the chance that no result is right, unless that is high.
+// What the answer guarantees, as text. It replaces the chance that no result is right, unless that is high.
 function sureText(entry) {
   const { guarantee, accepted, hasEnded, no_match_probability: chance } = entry.answer;
   if (!guarantee) return [chanceText(entry), hasEnded || settings.facts().guarantee_withdrawn ? ENDED : ""];

@@ -262,7 +262,7 @@ def settings_page() -> str:
 
 def metrics_page() -> str:
     text = "# List of metrics\n\nThe series of `GET /metrics`, with their help texts. "
-    text += "[Metrics](../metrics.md) explains how to use them.\n\n"
+    text += "[Operations](../operations.md#metrics) explains how to use them.\n\n"
     text += "| Metric | Type | Labels | Meaning |\n|---|---|---|---|\n"
     with service() as app:
         for name, kind, labels, meaning in app.state.runtime.metrics.described:

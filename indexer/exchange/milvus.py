@@ -1,7 +1,7 @@
 """A gallery on Milvus: a thin layer over collections, filters and consistency levels.
 
 A generation is a collection. An alias with the name of the gallery points to the current one. The
-differences to a gallery in a folder are listed in docs/milvus.md.
+differences to a gallery in a folder are listed in docs/scaling.md.
 """
 
 import contextlib

@@ -100,7 +100,7 @@ def server(request: pytest.FixtureRequest) -> MilvusServer | MilvusFile:
     return server
 
 
-# Laws that one engine alone keeps; the table in docs/milvus.md gives the reasons.
+# Laws that one engine alone keeps; the table in docs/scaling.md gives the reasons.
 faiss_alone = pytest.mark.parametrize("store", ["faiss"], indirect=True)
 milvus_alone = pytest.mark.parametrize("store", MILVUS, indirect=True)
 server_alone = pytest.mark.parametrize("store", MILVUS[:1], indirect=True)

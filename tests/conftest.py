@@ -1,10 +1,12 @@
 """What all tests share: a tiny model bundle, and where real data may lie."""
 
+import functools
 import gc
 import os
 import signal
+import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +82,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_exports() -> Iterator[None]:
+    """Each export parses all functions that torch has for ONNX, which takes half a second."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "torch" in sys.modules:
+            from torch.onnx._internal.exporter import _registration
+
+            functions = functools.cache(_registration.onnxscript_apis.get_torchlib_ops)
+            patch.setattr(_registration.onnxscript_apis, "get_torchlib_ops", functions)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -392,7 +392,9 @@ def exported_by_torch(path: Path, weights: Path | None = None, side: int = 96) -
         state = read_weights(str(weights), "mobilenet_v2")
         network.load_state_dict({name: value.float() for name, value in state.items()})
         network.classifier = nn.Identity()
-    network.eval()
+    for module in network.eval().modules():
+        if hasattr(module, "inplace"):  # the exporter takes each of them apart, to the same file
+            module.inplace = False
     sample = torch.zeros(2, 3, side, side)
     shapes = ({0: torch.export.Dim("batch")},)
     torch.onnx.export(network, (sample,), path, dynamo=True, dynamic_shapes=shapes, verbose=False)

@@ -6,9 +6,11 @@ import subprocess
 import sys
 import tomllib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
+from unittest import mock
 
 import pytest
 from typer import Option
@@ -27,6 +29,12 @@ SCRIPTS = PYPROJECT["project"]["scripts"]
 APPS = {"kinlens-train": train.app, "kinlens-index": index.app, "kinlens-serve": serve.app}
 
 
+class Called(NamedTuple):
+    status: int
+    stdout: str
+    stderr: str
+
+
 def commands(name: str, command: Any) -> Iterator[tuple[str, Any]]:
     members = getattr(command, "commands", {})
     if not members:
@@ -42,18 +50,26 @@ COMMANDS = {
 }
 
 
-def call(script: str, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a program of the package as its installed script does."""
-    module, function = SCRIPTS[script].split(":")
-    code = f"import sys; sys.argv[0] = {script!r}; from {module} import {function}; {function}()"
-    return subprocess.run(
-        [sys.executable, "-c", code, *words],
-        capture_output=True,
-        text=True,
-        env=os.environ | environment,
-        timeout=60,
-        check=False,
-    )
+Call = Callable[..., Called]
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Call:
+    """Runs a program of the package as its installed script does, but in this process, without the
+    other one that a service starts at once.
+    """
+    monkeypatch.setattr("kinlens.service.encoding.spawn.prepare", lambda: None)
+
+    def call(script: str, *words: str, **environment: str) -> Called:
+        module, function = SCRIPTS[script].split(":")
+        with monkeypatch.context() as patch, mock.patch.dict(os.environ, environment):
+            patch.setattr("sys.argv", [script, *words])
+            patch.setattr("sys.path", [*sys.path])
+            with pytest.raises(SystemExit) as ended:
+                getattr(import_module(module), function)()
+        return Called(ended.value.code, *capfd.readouterr())
+
+    return call
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -82,7 +98,7 @@ def test_options_have_one_form_and_the_common_ones_one_meaning_in_all_programs()
     assert {is_flag for is_flag, _ in texts["--out"]} == {False}
 
 
-def test_the_commands_are_listed_in_groups_with_one_column_of_descriptions() -> None:
+def test_the_commands_are_listed_in_groups_with_one_column_of_descriptions(call: Call) -> None:
     text = call("kinlens-index", "--help").stdout
     titles = re.findall(r"^([A-Z].*):$", text, re.MULTILINE)
     assert titles == ["Options", "Build and change", "Search", "Maintain and measure", "Copy"]
@@ -119,7 +135,7 @@ def test_errors_of_the_library_name_options_of_the_command(message: str, shown: 
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_each_program_installs_its_completion(script: str, tmp_path: Path) -> None:
+def test_each_program_installs_its_completion(call: Call, script: str, tmp_path: Path) -> None:
     chosen = {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1", "HOME": str(tmp_path)}
     shown = call(script, "--show-completion", "bash", **chosen)
     assert f"complete -o default -F _{script.replace('-', '_')}_completion {script}" in shown.stdout
@@ -140,7 +156,7 @@ def test_each_program_installs_its_completion(script: str, tmp_path: Path) -> No
         ("kinlens train data do", "download\ndoctor"),
     ],
 )
-def test_a_line_is_completed(line: str, words: str) -> None:
+def test_a_line_is_completed(call: Call, line: str, words: str) -> None:
     script = line.split()[0]
     variable = f"_{script.replace('-', '_').upper()}_COMPLETE"
     position = str(len(line.split()) - 1)
@@ -148,7 +164,7 @@ def test_a_line_is_completed(line: str, words: str) -> None:
     assert done.stdout.strip() == words
 
 
-def test_the_three_programs_have_one_prefix() -> None:
+def test_the_three_programs_have_one_prefix(call: Call) -> None:
     plan = ("plan", "1000", "8", "--json")
     assert call("kinlens", "index", *plan).stdout == call("kinlens-index", *plan).stdout
     assert "Usage: kinlens index plan " in call("kinlens", "index", "plan", "--help").stdout
@@ -162,7 +178,7 @@ def test_the_three_programs_have_one_prefix() -> None:
         (("serve", "--port", "no", "--bundle", "b"), "error: port = "),
     ):
         done = call("kinlens", *words)
-        assert done.returncode in (1, 2)
+        assert done.status in (1, 2)
         assert done.stderr.startswith(line)
     assert [*get_command(programs.app).commands] == ["train", "index", "serve"]
 

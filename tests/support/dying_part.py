@@ -1,4 +1,8 @@
-"""`kinlens-index`, killed before or after it writes a shard; its first word chooses."""
+"""Parts of `kinlens-index`, each in a process of its own, all killed before or after they write a
+shard: `python -m tests.support.dying_part STEP PARTS WORDS...`, where STEP is the one or the other.
+
+They are forks, since only the first one then takes the time to import everything.
+"""
 
 import os
 import signal
@@ -8,8 +12,8 @@ from typing import Any
 from kinlens.commands.__main__ import app
 from kinlens.indexer.ingest.shards import VectorShards
 
-if __name__ == "__main__":
-    step = sys.argv.pop(1)
+
+def run(step: str, words: list[str]) -> None:
     write = VectorShards.write
 
     def dying(self: VectorShards, *shard: Any) -> None:
@@ -18,4 +22,15 @@ if __name__ == "__main__":
         os.kill(os.getpid(), signal.SIGKILL)
 
     VectorShards.write = dying  # type: ignore[method-assign]
-    app()
+    app(words)
+
+
+if __name__ == "__main__":
+    step, parts, *words = sys.argv[1:]
+    processes = []
+    for part in parts.split():
+        if not (process := os.fork()):
+            run(step, [*words, "--part", part])
+        processes.append(process)
+    ends = {os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes}
+    sys.exit(ends != {-signal.SIGKILL})

@@ -109,14 +109,14 @@ async function post(wanted, signal) {
   }
 }
 
-// Guarantees are about queries like the labelled ones: whole photos. One that has ended is refused; then the
-// answer without it reports it in `hasEnded`.
+// Guarantees are about queries like the labelled ones: whole photos. One that ended since the page learnt of it is
+// refused; the answer without it has `isRefused`.
 async function postWhole(wanted, promised, signal) {
   try {
     return await post({ ...wanted, ...promised }, signal);
   } catch (error) {
     if (error.status !== 422 || !(promised.guarantee || promised.accept)) throw error;
-    return { ...(await post(wanted, signal)), hasEnded: true };
+    return { ...(await post(wanted, signal)), isRefused: true };
   }
 }
 

@@ -87,8 +87,8 @@ function setText({ level, groups, none, cut }) {
 
 // What the answer guarantees, as text. It replaces the chance that no result is right, unless that is high.
 function sureText(entry) {
-  const { guarantee, accepted, hasEnded, no_match_probability: chance } = entry.answer;
-  if (!guarantee) return [chanceText(entry), hasEnded || settings.facts().guarantee_withdrawn ? ENDED : ""];
+  const { guarantee, accepted, no_match_probability: chance } = entry.answer;
+  if (!guarantee) return [chanceText(entry), settings.hasEnded() ? ENDED : ""];
   const wrong = Math.round((1 - guarantee.accept) * 100);
   const often = `At most ${wrong} of 100 accepted products ${wrong === 1 ? "is" : "are"} wrong`;
   const text = accepted ? `Accepted: ${nameOf(guarantee.groups[0])}. ${often}` : acceptedText(entry.answer) + setText(guarantee);
@@ -195,9 +195,9 @@ function handlersOf(handlers, entry) {
   };
 }
 
-const descriptionOf = () => JSON.stringify([settings.productUrl(), settings.hasMap()]);
+const descriptionOf = () => JSON.stringify([settings.productUrl(), settings.hasMap(), settings.hasEnded()]);
 
-// Shows the cards again if the description of their gallery changes them.
+// Shows the answer again if the description of its gallery changes it.
 export function showDescribed(entry, handlers) {
   if (descriptionOf() !== describedBy) showAnswer(entry, handlers);
 }

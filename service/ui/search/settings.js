@@ -36,6 +36,7 @@ export const hasWords = () => facts().has_words ?? listed()?.has_words ?? false;
 export const hasBoxes = () => facts().has_boxes ?? listed()?.has_boxes;
 export const productUrl = () => facts().product_url ?? listed()?.product_url ?? "";
 export const promised = () => ({ guarantee: facts().guarantee, accept: facts().accept });
+export const hasEnded = () => Boolean(facts().guarantee_withdrawn);
 export const itemCount = () => facts().size ?? listed()?.size;
 export const galleryNames = () => galleries.map(({ name }) => name);
 
@@ -253,11 +254,11 @@ export async function describe(name) {
   onDescribed();
 }
 
-// Fetches the description of a gallery again after its guarantee ended, and after changes at most every FRESH_MS.
-export function keepUp({ gallery, gallery_version: version, hasEnded }) {
+// Fetches the description of a gallery again if its guarantee was refused, and after changes at most every FRESH_MS.
+export function keepUp({ gallery, gallery_version: version, isRefused }) {
   const cached = described.get(gallery);
   const isOld = cached?.version && version && cached.version !== version;
-  if (!hasEnded && (!isOld || Date.now() - cached.at < FRESH_MS)) return;
+  if (!isRefused && (!isOld || Date.now() - cached.at < FRESH_MS)) return;
   described.delete(gallery);
   describe(gallery);
 }

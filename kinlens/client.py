@@ -50,7 +50,7 @@ from kinlens.errors import (
     JobTimeoutError,
     ProblemError,
 )
-from kinlens.golden import GoldenQueries, GoldenQuery, GoldenRun, GoldenRuns
+from kinlens.golden import GoldenQueries, GoldenQuery, GoldenRun, GoldenRuns, UnlabelledQuery
 from kinlens.values import AttributeInput, Scalar
 
 __all__ = [
@@ -688,6 +688,21 @@ class AsyncClient(_BaseClient):
         path = ("galleries", gallery, "golden", sha256, "image")
         return await self._send(bytes, "GET", *path, query={"size": size})
 
+    async def unlabelled(self, gallery: str) -> UnlabelledQuery:
+        """Draw one of the queries of visitors that the feedback stores and nobody has labelled."""
+        path = ("galleries", gallery, "golden", "unlabelled")
+        return await self._send(UnlabelledQuery, "GET", *path)
+
+    async def unlabelled_image(self, gallery: str, sha256: str) -> bytes:
+        """Return the photo of a query to label, a JPEG; pass it to `add_golden` unchanged."""
+        path = ("galleries", gallery, "golden", "unlabelled", sha256)
+        return await self._send(bytes, "GET", *path)
+
+    async def skip_unlabelled(self, gallery: str, sha256: str) -> None:
+        """Do not draw a query again, since it was labelled, or since nobody can label it."""
+        path = ("galleries", gallery, "golden", "unlabelled", sha256)
+        await self._send(bytes, "DELETE", *path, once=True)
+
     async def run_golden(self, gallery: str, min_score: float | None = None) -> GoldenRun:
         """Search with every labelled query and return the report.
 
@@ -913,6 +928,9 @@ class Client(_BaseClient):
     add_golden = _blocking(AsyncClient.add_golden)
     remove_golden = _blocking(AsyncClient.remove_golden)
     golden_image = _blocking(AsyncClient.golden_image)
+    unlabelled = _blocking(AsyncClient.unlabelled)
+    unlabelled_image = _blocking(AsyncClient.unlabelled_image)
+    skip_unlabelled = _blocking(AsyncClient.skip_unlabelled)
     run_golden = _blocking(AsyncClient.run_golden)
     golden_runs = _blocking(AsyncClient.golden_runs)
     compact = _blocking(AsyncClient.compact)

@@ -57,6 +57,11 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "POST /galleries/{name}/golden": lambda c: c.add_golden("g", b"x", keys=["k"]),
     "DELETE /galleries/{name}/golden/{sha256}": lambda c: c.remove_golden("g", "0" * 64),
     "GET /galleries/{name}/golden/{sha256}/image": lambda c: c.golden_image("g", "0" * 64),
+    "GET /galleries/{name}/golden/unlabelled": lambda c: c.unlabelled("g"),
+    "GET /galleries/{name}/golden/unlabelled/{sha256}": lambda c: c.unlabelled_image("g", "0" * 64),
+    "DELETE /galleries/{name}/golden/unlabelled/{sha256}": lambda c: c.skip_unlabelled(
+        "g", "0" * 64
+    ),
     "POST /galleries/{name}/golden/run": lambda c: c.run_golden("g"),
     "GET /galleries/{name}/golden/runs": lambda c: c.golden_runs("g"),
     "POST /galleries/{name}/items/{item_id}/explain": lambda c: c.explain("g", 1, b"x"),

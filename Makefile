@@ -75,8 +75,10 @@ LOWEST = .venv-lowest/lowest.txt
 
 test-lowest: $(VENV)/.uv  ## All tests with the oldest version of each package that pyproject.toml allows
 	@mkdir -p $(dir $(LOWEST))
+	# Only our own requirements are constrained: the packages of the tests choose what they need.
 	$(UV) pip compile --quiet pyproject.toml $(EXTRAS:%=--extra %) --resolution lowest-direct \
-	  --python-version 3.11 --no-header --no-annotate --output-file $(LOWEST)
+	  --python-version 3.11 --no-header --annotation-style line --output-file $(LOWEST).all
+	grep '(pyproject.toml)' $(LOWEST).all >$(LOWEST)
 	@$(MAKE) --no-print-directory test VENV=.venv-lowest CONSTRAINTS='--constraint $(LOWEST)'
 
 soak: $(VENV)/.dev  ## The long forms of the tests under load: HOURS=1

@@ -196,7 +196,8 @@ WRONG: list[tuple[str, Any, str]] = [
     ("vector", fixed([row[:4] for row in ROWS], 4), "kinlens.dim is '8', expected 4"),
     ("attribute.price", pa.array([[b"x"]] * 4), "attribute.price is list"),
     ("key", pa.array(["a", "b", None, "d"]), "row 3 has no key"),
-    ("vector", fixed([*ROWS[:2], None, ROWS[3]]), "the vector of 'key 2' is missing"),
+    # Earlier versions of pyarrow write no fixed lists with a gap.
+    ("vector", pa.array([*ROWS[:2], None, ROWS[3]]), "the vector of 'key 2' is missing"),
     ("key", pa.array(["a", "b", "c", "b"]), "'b'"),
     ("vector", fixed([*ROWS[:3], [float("nan")] * DIM]), "'key 3' has NaN"),
     ("vector", fixed([[None, *ROWS[0][1:]], *ROWS[1:]]), "'key 0' has NaN"),

@@ -4,6 +4,7 @@ Each call runs in a process of its own with the address of a stand-in, which the
 it is imported.
 """
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from tests.support.own_process import environment
 from tests.tiny import encoded, photo
 
 REPO = "shop/shoes"
+LEFT = "ignore:Use 'content:DeprecationWarning"  # of huggingface_hub, by plain HTTP alone
 Run = Callable[..., Any]
 
 
@@ -39,10 +41,10 @@ def run(hub: Hub, tmp_path: Path) -> Run:
 
     def run(code: str, **variables: str) -> Any:
         known = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "HF_TOKEN": TOKEN}
-        known |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+        known |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
         whole = f"import json, sys, kinlens\nout = []\n{code}\nprint(json.dumps(out))"
         done = subprocess.run(
-            [sys.executable, "-c", whole],
+            [sys.executable, "-W", "error", "-W", LEFT, "-c", whole],
             env=environment() | known | variables,
             capture_output=True,
             text=True,
@@ -87,7 +89,9 @@ def test_a_bundle_is_pushed_with_a_card_and_loaded_at_any_of_its_versions(
     (bundle.path / "notes.txt").write_text("mine")
     (bundle.path / "golden/notes").mkdir()
     paths = {"path": str(bundle.path), "other": str(other.path)}
-    address, same, equal, again, newer, is_newer, is_older = run(ROUND.format(repo=REPO, **paths))
+    # Of files that come by Xet the stand-in has no content to download.
+    code = ROUND.format(repo=REPO, **paths)
+    address, same, equal, again, newer, is_newer, is_older = run(code, HF_HUB_DISABLE_XET="1")
     assert same
     assert equal
     assert is_newer
@@ -192,6 +196,22 @@ def test_a_push_shows_a_bundle_to_nobody_who_was_not_meant(
     assert own.items() <= pushed.items(), "files of the owner stay"
     assert "text.onnx" not in pushed
     assert not hub.repositories["shop/open"].private
+
+
+def test_large_files_are_pushed_by_xet_unless_it_is_off(
+    hub: Hub, run: Run, tiny_bundle: Bundle
+) -> None:
+    code = PUSH.format(path=str(tiny_bundle.path), options=[{"repo": REPO}])
+    [[fault, address]] = run(code)
+    assert not fault, address
+    assert hub.xet
+    assert not hub.large
+    model = hashlib.sha256((tiny_bundle.path / "model.onnx").read_bytes()).hexdigest()
+    assert hub.files(REPO)["model.onnx"] == f"xet:{model}".encode()
+    sent = {token for _, path, token in hub.requests if path.startswith("/v")}
+    assert sent == {False}, "the store never gets the token of the user"
+    assert run(code, HF_HUB_DISABLE_XET="1")[0][0] == ""
+    assert hub.files(REPO)["model.onnx"] == f"xet:{model}".encode(), "which the Hub has already"
 
 
 def test_a_cached_bundle_needs_no_connection(hub: Hub, run: Run, tiny_bundle: Bundle) -> None:

@@ -1,6 +1,7 @@
 """A stand-in for the Hugging Face Hub: the routes that `huggingface_hub` uses to push and download.
 
-Uploads follow its HTTP protocol for large files; Xet, its other one, has a server of its own.
+Uploads follow both of its protocols for large files. Of Xet, the default, the stand-in takes the
+blocks and lists without reading them, so a file that came by Xet has no content to download.
 """
 
 import base64
@@ -8,6 +9,7 @@ import hashlib
 import json
 import re
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,7 +19,7 @@ from urllib.parse import unquote, urlsplit
 
 import yaml
 
-TOKEN = "hf_owner"
+TOKEN, XET_TOKEN = "hf_owner", "of-xet"
 _LARGE = (".onnx", ".npy", ".safetensors")
 
 
@@ -45,6 +47,7 @@ class Hub:
     def __init__(self) -> None:
         self.repositories: dict[str, Repository] = {}
         self.large: dict[str, bytes] = {}
+        self.xet: list[bytes] = []
         self.requests: list[tuple[str, str, bool]] = []
         self.url = ""
 
@@ -171,6 +174,25 @@ class _Handler(BaseHTTPRequestHandler):
             )
         self.answer({"transfer": "basic", "objects": objects})
 
+    def xet_token(self, repository: Repository, repo: str, revision: str) -> None:
+        expires = int(time.time()) + 3600
+        access = {"casUrl": self.hub.store, "accessToken": XET_TOKEN, "exp": expires}
+        self.answer(
+            access,
+            X_Xet_Cas_Url=self.hub.store,
+            X_Xet_Access_Token=XET_TOKEN,
+            X_Xet_Token_Expiration=expires,
+        )
+
+    def xet_block(self, _: None) -> None:
+        assert self.headers.get("Authorization") == f"Bearer {XET_TOKEN}"
+        self.hub.xet.append(self.body)
+        self.answer({"was_inserted": True})
+
+    def xet_list(self, _: None) -> None:
+        assert self.hub.xet, "a list follows its blocks"
+        self.answer({"result": 1})
+
     def upload(self, _: None, oid: str) -> None:
         assert hashlib.sha256(self.body).hexdigest() == oid
         self.hub.large[oid] = self.body
@@ -184,7 +206,11 @@ class _Handler(BaseHTTPRequestHandler):
             if operation["key"] == "file":
                 files[value["path"]] = base64.b64decode(value["content"])
             elif operation["key"] == "lfsFile":
-                files[value["path"]] = self.hub.large[value["oid"]]
+                content = self.hub.large.get(value["oid"])
+                if content is None:
+                    assert self.hub.xet, "the file was not uploaded"
+                    content = f"xet:{value['oid']}".encode()
+                files[value["path"]] = content
             elif operation["key"] == "deletedFile":
                 del files[value["path"]]
         name = repository.commit(files)
@@ -219,6 +245,9 @@ ROUTES = {
     rf"POST /api/models/{_REPO}/preupload/{_REVISION}": "preupload",
     rf"POST /{_REPO}\.git/info/lfs/objects/batch": "batch",
     rf"POST /api/models/{_REPO}/commit/{_REVISION}": "commit",
+    rf"GET /api/models/{_REPO}/xet-write-token/{_REVISION}": "xet_token",
+    "POST /v1/xorbs/default/[0-9a-f]{64}": "xet_block",
+    "POST /v1/shards": "xet_list",
     "PUT /large/(?P<oid>[0-9a-f]{64})": "upload",
     "(?:GET|HEAD) /large/(?P<oid>[0-9a-f]{64})": "large",
     rf"(?:GET|HEAD) /{_REPO}/resolve/{_REVISION}/(?P<name>.+)": "resolve",

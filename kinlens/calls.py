@@ -470,12 +470,19 @@ def png_of(image: Any) -> bytes:
                 f"{shape}. Convert it, or send the path of a file."
             )
         image = PIL.Image.fromarray(image)
-    if image.mode == "I":  # 32 bits; PNG has 16
-        image = image.convert("I;16")
-    if image.mode not in ("1", "L", "LA", "I;16", "P", "RGB", "RGBA"):  # what PNG can hold
-        image = image.convert("RGB")
     buffer = io.BytesIO()
-    image.save(buffer, "PNG", exif=image.getexif())  # the exif has the orientation
+    try:
+        for mode, wanted in (("I;16B", "I"), ("I;16L", "I"), ("I", "I;16"), ("La", "LA")):
+            if image.mode == mode:  # PNG has 16 bits, in one order of bytes
+                image = image.convert(wanted)
+        if image.mode not in ("1", "L", "LA", "I;16", "P", "RGB", "RGBA"):  # what PNG can hold
+            image = image.convert("RGB")
+        image.save(buffer, "PNG", exif=image.getexif())  # the exif has the orientation
+    except (OSError, SyntaxError, ValueError) as error:  # truncated, damaged, closed or empty
+        raise ArgumentError(
+            f"The image of Pillow cannot be read: {error}. Open it again, or send the path of the "
+            "file."
+        ) from error
     return buffer.getvalue()
 
 

@@ -7,12 +7,19 @@ from collections.abc import Callable, Collection, Generator, Iterator, Mapping, 
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel
 
-from kinlens.embedder.errors import GalleryError, ImageError, SourceError, UnreachableError
+from kinlens.embedder.errors import (
+    GalleryError,
+    ImageError,
+    InvalidParameterError,
+    SourceError,
+    UnreachableError,
+)
 from kinlens.embedder.machine import core_count
 from kinlens.embedder.preprocess import ImageLimits, read_header
 from kinlens.embedder.session import Embedder
@@ -35,6 +42,18 @@ class EmbedSettings:
     batch_size: int = 32
     workers: int = 0
     max_bytes: int = ImageLimits().max_bytes
+
+    def __post_init__(self) -> None:
+        """Raises: InvalidParameterError."""
+        limits: dict[str, tuple[Any, int]] = {
+            "batch_size": (self.batch_size, 1),
+            "workers": (self.workers, 0),
+        }
+        for name, (value, least) in limits.items():
+            if not isinstance(value, int) or value < least:
+                raise InvalidParameterError(
+                    f"{name} = {value!r:.80} must be a whole number of at least {least}."
+                )
 
     @property
     def worker_count(self) -> int:

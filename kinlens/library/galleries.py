@@ -1,14 +1,16 @@
 """Galleries in the caller's process, without a service: open, create and build them."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Unpack, get_args
 
 from pydantic import BaseModel, Field
 
 from kinlens.embedder.engines.models import SessionSettings
 from kinlens.embedder.errors import (
     GalleryConflictError,
+    GalleryError,
     GalleryNotFoundError,
     InvalidParameterError,
     KinlensError,
@@ -16,6 +18,7 @@ from kinlens.embedder.errors import (
 from kinlens.embedder.programs.progress import progress_bar
 from kinlens.embedder.session import Embedder, OnnxEmbedder
 from kinlens.indexer.addresses import ImageRoot
+from kinlens.indexer.folder.layout import CURRENT
 from kinlens.indexer.folder.manifest import name_of
 from kinlens.indexer.galleries import current_generation
 from kinlens.indexer.gallery import Gallery as Folder
@@ -36,18 +39,11 @@ from kinlens.indexer.ingest.parts import (
     embed_missing,
 )
 from kinlens.indexer.ingest.sources import Source
-from kinlens.indexer.types import (
-    MILVUS,
-    OTHER_MODEL,
-    VectorType,
-    checked_name,
-)
-from kinlens.library.bundles import Device, check_folder, load_bundle
+from kinlens.indexer.types import MILVUS, OTHER_MODEL, VectorType, checked_name
+from kinlens.library.additions import warn_of
+from kinlens.library.bundles import Device, check_choice, check_folder, load_bundle
 from kinlens.library.gallery import Gallery as Gallery
-from kinlens.library.gallery import warn_of
-from kinlens.library.images import (
-    source_of,
-)
+from kinlens.library.images import about, source_of
 from kinlens.library.stores import Store, fit_probabilities, open_store
 from kinlens.reports import Report
 
@@ -85,8 +81,9 @@ def open_gallery(
         >>> [hit.key for hit in hits]
         ['photo.jpg', 'second.jpg', 'third.jpg']
     """
+    check_choice("device", device, get_args(Device))
     if not str(path).startswith(MILVUS):
-        check_folder(path, GalleryNotFoundError)
+        path = check_folder(path, GalleryNotFoundError, CURRENT)
     embedder = None if bundle is None else _model(bundle)
     expected = None if embedder is None else embedder.bundle_id
     store = open_store(path, bundle_id=expected, image_root=image_root, device=device)
@@ -130,7 +127,8 @@ def create_gallery(
         )
     if dim is not None and dim < 1:
         raise InvalidParameterError(f"dim = {dim} must be 1 or more.")
-    check_folder(path, GalleryNotFoundError)
+    check_choice("vector_type", vector_type, get_args(VectorType))
+    path = check_folder(path, GalleryNotFoundError)
     if current_generation(path) is not None:
         raise GalleryConflictError(
             f"{path} has a gallery already. Open it with open_gallery, or pass another folder."
@@ -173,8 +171,8 @@ def build(
     gallery that is replaced.
 
     Args:
-        images: a folder, an address such as s3://shop/photos, a CSV list, a list of paths, or a
-            DataFrame with the columns key, path and attributes, as in lists.
+        images: a folder, an address such as s3://shop/photos, a CSV list, any number of paths, or a
+            DataFrame or table of Arrow with the columns key, path and attributes, as in lists.
         bundle: the model, or its folder.
         out: the folder of the gallery; its content is replaced.
         name: of the gallery in URLs; by default that of the folder.
@@ -196,6 +194,8 @@ def build(
         >>> gallery.size
         356
     """
+    check_choice("vector_type", vector_type, get_args(VectorType))
+    out = check_folder(out, GalleryError)
     source = source_of(images, csv=csv, split=split, root=root)
     embedder = _model(bundle)
     made = BuildSettings(
@@ -321,5 +321,11 @@ def _wrapped(store: Store, embedder: Embedder | None) -> Gallery:
 
 
 def _model(bundle: Any) -> Any:
-    """The model in a folder, or one that is open."""
-    return load_bundle(bundle) if isinstance(bundle, str | Path) else bundle
+    """The model in a folder, or one that is open. Raises: InvalidParameterError, BundleError."""
+    if isinstance(bundle, str | os.PathLike):
+        return load_bundle(os.fspath(bundle))
+    if not hasattr(bundle, "bundle_id"):
+        raise InvalidParameterError(
+            f"bundle = {about(bundle)} must be the folder of a bundle, or what load_bundle returns."
+        )
+    return bundle

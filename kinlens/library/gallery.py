@@ -1,65 +1,34 @@
 """A gallery in the caller's process: searched and changed with the nouns of the client."""
 
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Literal, Self, Unpack, overload
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, Self, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kinlens.calls import NewItem, QueryText, QueryVector
+from kinlens.calls import QueryText, QueryVector
 from kinlens.calls import SearchOptions as Asked
-from kinlens.embedder.errors import (
-    GalleryConflictError,
-    InvalidParameterError,
-    ItemNotFoundError,
-    SourceError,
-)
+from kinlens.embedder.errors import InvalidParameterError
 from kinlens.embedder.programs.progress import progress_bar
-from kinlens.embedder.session import Embedder, OnnxEmbedder
-from kinlens.embedder.sources.names import composed
 from kinlens.embedder.types import Embeddings, ItemId
 from kinlens.indexer.attributes import Schema
 from kinlens.indexer.checks.duplicates import near_score
 from kinlens.indexer.filters.json import filter_from_json
 from kinlens.indexer.filters.text import parse_filter
 from kinlens.indexer.filters.tree import Exists, Filter, check_attribute
-from kinlens.indexer.ingest.add import AddReport, add_source, check_image_root
 from kinlens.indexer.ingest.build import BuildReport
-from kinlens.indexer.ingest.embed import EmbedSettings, Failure
 from kinlens.indexer.ingest.products import changes_by_key
-from kinlens.indexer.ingest.sources import Source
-from kinlens.indexer.ingest.sync import MaxRemoved, SyncReport, SyncSettings, sync_source
-from kinlens.indexer.ingest.sync import source_of as source_to_sync
-from kinlens.indexer.types import (
-    Entry,
-    Facet,
-    Grouping,
-    Item,
-    SearchOptions,
-    Written,
-    boost_of,
-    no_key,
-    sort_by_of,
-)
-from kinlens.library.hits import Hit, Hits, Items, Searcher, Shape, built_bundle, frame_of, table_of
-from kinlens.library.images import (
-    BatchChoice,
-    Crops,
-    listed_images,
-    source_of,
-    vectors_in,
-    weighted_texts,
-)
-from kinlens.library.puts import PutReport, put_all
+from kinlens.indexer.types import Facet, Grouping, Item, SearchOptions, boost_of, sort_by_of
+from kinlens.library.additions import GalleryAdditions
+from kinlens.library.bundles import check_choice
+from kinlens.library.hits import Hit, Hits, Items, Shape, table_of
+from kinlens.library.images import Crops, about, listed_images, vectors_in, weighted_texts
 from kinlens.library.quality import Duplicates, GalleryCare, duplicates
-from kinlens.library.stores import Say, Store, folder_of, keep_up
+from kinlens.library.stores import folder_of
 from kinlens.quality.answers import Wanted
 from kinlens.quality.calibration import DEFAULT_PRIOR
-from kinlens.values import AUTO, AttributeInput, AttributeType
+from kinlens.values import AUTO, AttributeInput, AttributeType, plain
 
-Model = OnnxEmbedder | Path | str
 _NAMED = 3
 
 FilterInput = str | Mapping[str, Any] | Filter | None
@@ -83,7 +52,7 @@ class NearDuplicates(list[Hits]):
         return self.report._repr_html_() + shown
 
 
-class Gallery(GalleryCare):
+class Gallery(GalleryCare, GalleryAdditions):
     """A gallery of images or vectors, as `open_gallery`, `build` and `create_gallery` return it.
 
     The methods have the names of `kinlens.Client`, without the name of the gallery. It is a context
@@ -104,26 +73,6 @@ class Gallery(GalleryCare):
     """
 
     report: BuildReport | None = None
-    shown: bool | None = None
-
-    def __init__(
-        self,
-        store: Store,
-        bundle: Embedder | None = None,
-        open_bundle: Callable[[Store], Embedder] = built_bundle,
-    ) -> None:
-        """Use `open_gallery`, `build` or `create_gallery`."""
-        self.store = store
-        self.warn: Say = warnings.warn
-        self._searcher = Searcher(store, bundle, open_bundle)
-
-    @property
-    def bundle(self) -> Embedder:
-        """The model for queries; by default the bundle that built the gallery, opened when needed.
-
-        Raises: GalleryError if that is unknown or gone; BundleError.
-        """
-        return self._searcher.model()
 
     @property
     def name(self) -> str:
@@ -249,19 +198,19 @@ class Gallery(GalleryCare):
                 "options of the indexer stand in place of filter, min_score, offset, distinct, "
                 "exact, diversity, boost and sort_by. Pass them in options."
             )
-        _check_choice("combine", combine, (None, "mean", "best"))
-        _check_choice("distinct", distinct, (None, False, True, "near"))
+        check_choice("combine", combine, (None, "mean", "best"))
+        check_choice("distinct", distinct, (None, False, True, "near"))
         if combine == "mean" and crops == AUTO:
             raise InvalidParameterError(
                 'crops = "auto" searches with each part of an image. Omit combine = "mean".'
             )
         wanted = Wanted(
-            k,
+            plain(k),
             options
             or SearchOptions(
                 where=_filter(filter),
                 min_score=min_score,
-                offset=offset,
+                offset=plain(offset),
                 distinct=bool(distinct),
                 near=self._nearness() if distinct == "near" else None,
                 exact=exact,
@@ -269,14 +218,14 @@ class Gallery(GalleryCare):
                 boost=boost_of(boost) if boost else None,
                 sort_by=sort_by_of(sort_by) if sort_by else None,
             ),
-            Grouping(group_by, group_size) if group_by else None,
+            Grouping(group_by, plain(group_size)) if group_by else None,
             combine == "best" or (combine is None and crops == AUTO),
             min_probability,
         )
         shape = Shape(_names("facets", facets), self._checked(fields))
         words = weighted_texts([*([] if text is None else [text]), *listed_images(texts)])
-        plain = vectors_in(query)
-        if plain is not None and plain.ndim == 2:
+        rows = vectors_in(query)
+        if rows is not None and rows.ndim == 2:
             if words[0] or vectors or positives or negatives or crops:
                 raise InvalidParameterError(
                     "Vectors (Q, D) are searched each alone. Pass one vector (D,) to combine it "
@@ -284,29 +233,19 @@ class Gallery(GalleryCare):
                 )
             if guarantee is not None or accept is not None:
                 raise InvalidParameterError("guarantee and accept need one query: a vector (D,).")
-            return self._searcher.answers(plain, wanted, shape)
-        images = listed_images(query) if plain is None else []
-        given = [*([] if plain is None else [plain]), *(vectors or ())]
-        views = self._searcher.views(images, given, crops, bool(words[0]))
+            return self._answers(rows, wanted, shape)
+        images = listed_images(query) if rows is None else []
+        given = [*([] if rows is None else [rows]), *(vectors or ())]
+        views = self._views(images, given, crops, bool(words[0]))
         liked, disliked = _names("positives", positives), _names("negatives", negatives)
         keys = [*dict.fromkeys(liked)], [*dict.fromkeys(disliked)]  # one named twice counts once
-        answer = self._searcher.answer
-        return answer(views, words, keys, wanted, no_match_prior, shape, guarantee, accept)
+        return self._answer(views, words, keys, wanted, no_match_prior, shape, guarantee, accept)
 
     def similar(self, item: str | ItemId, **options: Unpack[Asked]) -> Hits:
         """Search with an item of the gallery, by key or id; the item itself is not returned."""
         given: dict[str, Any] = {name: v for name, v in options.items() if v is not None}
         hits: Hits = self.search(positives=[self.item(item).key], **given)
         return hits
-
-    def item(self, item: str | ItemId) -> Item:
-        """An item by its key or id. Raises: ItemNotFoundError."""
-        if not isinstance(item, str):
-            return self.store.item(item)
-        found = self.store.stored([item]).get(item)
-        if found is None:
-            raise ItemNotFoundError(no_key(item))
-        return found
 
     def items(
         self,
@@ -328,8 +267,10 @@ class Gallery(GalleryCare):
         Raises: FilterError, InvalidParameterError.
         """
         order = sort_by_of(sort_by) if sort_by else None
-        page = self.store.page(offset, limit, _filter(filter), key_prefix, after, order)
-        return Items(page.items, page.total, page.last, self._searcher.thumbnail)
+        page = self.store.page(
+            plain(offset), plain(limit), _filter(filter), key_prefix, after, order
+        )
+        return Items(page.items, page.total, page.last, self._thumbnail)
 
     def each_item(self, *, filter: FilterInput = None, key_prefix: str = "") -> Iterator[Item]:
         """Iterate over all matching items, by ascending id."""
@@ -364,14 +305,6 @@ class Gallery(GalleryCare):
             found = [entry.vector for entry in self.store.entries(_names("keys", keys))]
         return np.array(found, np.float32).reshape(-1, self.dim)
 
-    def image(self, item: str | ItemId, size: int | None = None) -> bytes:
-        """The image of an item, in a format that browsers show; with `size`, the longest side in
-        pixels, a JPEG.
-
-        Raises: ItemNotFoundError for an item without an image; ImageMissingError.
-        """
-        return self._searcher.image(self.item(item), size)
-
     def to_arrow(self, *, vectors: bool = False, filter: FilterInput = None) -> Any:
         """All matching items as a table with the columns id, key, attributes and, if asked for,
         vector. Needs `kinlens[parquet]`.
@@ -387,183 +320,7 @@ class Gallery(GalleryCare):
 
     def to_pandas(self, *, vectors: bool = False, filter: FilterInput = None) -> Any:
         """The table of `to_arrow` as a DataFrame. Needs pandas."""
-        return frame_of(self.to_arrow(vectors=vectors, filter=filter))
-
-    def put(
-        self,
-        key: str,
-        image: Any = None,
-        attributes: Mapping[str, AttributeInput] | None = None,
-        *,
-        vector: Any = None,
-        keep: bool = True,
-    ) -> Item:
-        """Add an item, or replace the item with this key; returns the stored item.
-
-        Args:
-            image: a path, the bytes of a file, an image of Pillow, or an array uint8 (H, W, 3).
-            attributes: replace the stored ones; None keeps them and {} clears them.
-            vector: of the model of the gallery, in place of an image; it is divided by its norm.
-            keep: store the image in the gallery, and not only its vector.
-
-        Raises: SourceError, ImageError: the image cannot be read; InvalidParameterError.
-        """
-        item = NewItem(key, image, attributes, vector)
-        report = put_all(self.store, lambda: self.bundle, [item], keep=keep)
-        for failure in report.failures:
-            raise SourceError(f"The image of {key!r:.200} cannot be used: {failure.reason}")
-        return self.item(composed(key))
-
-    def put_many(
-        self,
-        items: Any,
-        vectors: Any = None,
-        *,
-        keep: bool = True,
-        upkeep: bool = True,
-        **batches: Unpack[BatchChoice],
-    ) -> PutReport:
-        """Add or replace any number of items, in batches.
-
-        Args:
-            items: `kinlens.NewItem` objects; or a DataFrame with the columns key, path and
-                attributes; or a DataFrame or table of Arrow with the columns key, vector and
-                attributes; or keys, with `vectors`.
-            vectors: (N, D), a row for each key; they are divided by their norms.
-            keep: store the images in the gallery, and not only their vectors.
-            upkeep: compact the index and fit the probabilities afterwards, if that is due.
-            batches: `batch_size` and `workers`, the images embedded at a time and the threads.
-
-        Returns: the counts, and `failures`: images that cannot be used, with their reasons. They
-            are skipped with a warning.
-
-        Raises: InvalidParameterError for an item that cannot be stored; batches before it are.
-        """
-        count = len(items) if hasattr(items, "__len__") else 0
-        with progress_bar(count, "Storing", shown=self.shown) as advance:
-            report = put_all(
-                self.store,
-                lambda: self.bundle,
-                items,
-                vectors,
-                keep=keep,
-                settings=EmbedSettings(**batches),
-                on_progress=advance,
-            )
-        warn_of(self.warn, report.failures, max(count, len(report.failures)))
-        if upkeep:
-            keep_up(self.store, warn=self.warn, shown=self.shown)
-        return report
-
-    @overload
-    def add(self, source: Sequence[Entry], owned: frozenset[str] | None = None) -> Written: ...
-
-    @overload
-    def add(
-        self,
-        source: Any,
-        owned: None = None,
-        *,
-        csv: Path | str | None = None,
-        split: Path | str | None = None,
-        upkeep: bool = True,
-        **batches: Unpack[BatchChoice],
-    ) -> AddReport: ...
-
-    def add(
-        self,
-        source: Any,
-        owned: frozenset[str] | None = None,
-        *,
-        csv: Path | str | None = None,
-        split: Path | str | None = None,
-        upkeep: bool = True,
-        **batches: Unpack[BatchChoice],
-    ) -> AddReport | Written:
-        """Add images, which stay where they are, and update changed ones.
-
-        Unchanged images are skipped. Images that cannot be used are skipped with a warning, and
-        listed in `failures` of the report.
-
-        Args:
-            source: a folder, an address such as s3://shop/photos, a CSV list, a list of paths, or a
-                DataFrame with the columns of a list. All must be below the image root of the
-                gallery. Entries of the indexer are stored as they are, with `owned`.
-            csv, split: a list whose paths are relative to `source`.
-            upkeep: compact the index and fit the probabilities afterwards, if that is due.
-            batches: `batch_size` and `workers`, the images embedded at a time and the threads.
-
-        Raises: SourceError; BundleMismatchError.
-        """
-        if isinstance(source, list | tuple) and all(isinstance(one, Entry) for one in source[:1]):
-            return self.store.add(source, owned)
-        found = self.source(source, csv=csv, split=split)
-        with progress_bar(found.count, "Embedding", "images", self.shown) as advance:
-            report = add_source(self.store, found, self.bundle, EmbedSettings(**batches), advance)
-        warn_of(self.warn, report.failures, report.found)
-        if upkeep:
-            keep_up(self.store, warn=self.warn, shown=self.shown)
-        return report
-
-    def source(
-        self, images: Any, *, csv: Path | str | None = None, split: Path | str | None = None
-    ) -> Source:
-        """The images that `add` would add, such as their `count` and what is `omitted`.
-
-        Raises: SourceError, UnreachableError.
-        """
-        check_image_root(self.store)
-        root = self.store.image_root
-        return source_of(images, csv=csv, split=split, root=root, kinds=self.schema())
-
-    def sync(
-        self,
-        source: Any,
-        *,
-        csv: Path | str | None = None,
-        max_removed: str = "10%",
-        uploads: bool = False,
-        checksum: bool = False,
-        dry_run: bool = False,
-        check: bool = True,
-        upkeep: bool = True,
-        **batches: Unpack[BatchChoice],
-    ) -> SyncReport:
-        """Make the gallery equal to a folder or list: add, update, rename and remove items.
-
-        Args:
-            source: a folder or address in the image root, or a CSV list.
-            csv: a list whose paths are relative to `source`.
-            max_removed: remove at most this part of the items, or this number.
-            uploads: also remove items without a file, such as those of `put`.
-            checksum: read every file, not only those with a new date.
-            dry_run: change nothing.
-            check: raise if more would be removed; else `refused` of the report gives the reason.
-            upkeep, batches: as for `add`.
-
-        Raises: GalleryConflictError if more items would be removed; SourceError.
-        """
-        found = source
-        if not isinstance(source, Source):
-            found = source_to_sync(self.store, source, None if csv is None else Path(csv))
-        limit = MaxRemoved.parse(max_removed)
-        with progress_bar(found.count, "Comparing", "images", self.shown) as compared:
-            report = sync_source(
-                self.store,
-                found,
-                lambda: self.bundle,
-                SyncSettings(limit, uploads, checksum, dry_run, EmbedSettings(**batches)),
-                compared,
-                compared.then("Updating", found.count, "images"),
-            )
-        if report.refused:
-            if check:
-                raise GalleryConflictError(report.refused)
-            return report
-        warn_of(self.warn, report.failures, report.found)
-        if upkeep and not dry_run:
-            keep_up(self.store, warn=self.warn, shown=self.shown)
-        return report
+        return self.to_arrow(vectors=vectors, filter=filter).to_pandas()
 
     def patch(self, changes: Changes) -> int:
         """Change attributes of items by key, all items or none; None removes an attribute. Returns
@@ -571,6 +328,12 @@ class Gallery(GalleryCare):
 
         Raises: ItemNotFoundError, InvalidParameterError.
         """
+        given: Any = changes
+        if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
+            raise InvalidParameterError(
+                f"changes = {about(changes)} must have the attributes to change by key, such as "
+                '{"shoes/1": {"price": 49.9}}.'
+            )
         return self.store.update(changes)
 
     def update(self, changes: Changes) -> int:
@@ -592,7 +355,7 @@ class Gallery(GalleryCare):
 
         With `keep`, items are only removed if an item with one of these other keys exists.
         """
-        several = [keys] if isinstance(keys, str) else keys
+        several = [keys] if isinstance(keys, str) else _names("keys", keys)
         if not keep:
             return self.store.remove(several)
         folder = folder_of(self.store, "cannot keep the last copy of a product")
@@ -632,7 +395,7 @@ class Gallery(GalleryCare):
         """
         folder = folder_of(self.store, "cannot search for near-duplicates")
         report = duplicates(folder, min_score=min_score, exact=exact, shown=self.shown)
-        thumbnail = self._searcher.thumbnail
+        thumbnail = self._thumbnail
         groups = [
             Hits((_hit_of(one.item, one.score) for one in group), thumbnail)
             for group in report.groups
@@ -671,23 +434,10 @@ def _needed(value: FilterInput) -> Filter:
 
 def _names(what: str, names: Sequence[str]) -> list[str]:
     """Raises: InvalidParameterError for a single text, whose letters would be the names."""
-    if isinstance(names, str):
+    if isinstance(names, str) or not isinstance(names, Iterable):
         raise InvalidParameterError(f"{what} = {names!r:.200} must be a list, as [{names!r:.80}].")
     return [*names]
 
 
-def _check_choice(name: str, value: object, choices: Sequence[object]) -> None:
-    if value not in choices:
-        known = ", ".join(repr(choice) for choice in choices if choice is not None)
-        raise InvalidParameterError(f"{name} = {value!r:.80} is not one of {known}.")
-
-
 def _hit_of(item: Item, score: float) -> Hit:
     return Hit(item.id, item.key, score, item.attributes, item.has_image)
-
-
-def warn_of(warn: Say, failures: Sequence[Failure], found: int) -> None:
-    """A warning that names the first images that were skipped."""
-    if failures:
-        first = "; ".join(f"{one.key}: {one.reason}" for one in failures[:_NAMED])
-        warn(f"Skipped {len(failures):,} of {found:,} images, as the report lists: {first}")

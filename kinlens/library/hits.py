@@ -1,15 +1,16 @@
 """Searches of a gallery and what they return: lists that show their images in a notebook."""
 
-import base64
-import html
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from html import escape
+from operator import index
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kinlens.embedder.errors import InvalidParameterError, KinlensError
+from kinlens.embedder.errors import InvalidParameterError, ItemNotFoundError, KinlensError
 from kinlens.embedder.preprocess import render_jpeg
 from kinlens.embedder.session import Embedder, fitted
 from kinlens.embedder.types import Embeddings, ItemId, first_numbers
@@ -18,12 +19,12 @@ from kinlens.indexer.exchange.parquet import ATTRIBUTE, load_pyarrow
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.images import ANY_SIZE, item_image
 from kinlens.indexer.ingest.add import checked_fit
-from kinlens.indexer.types import Facet, Item
+from kinlens.indexer.types import Facet, Item, no_key
 from kinlens.indexer.types import Group as PlainGroup
 from kinlens.indexer.uploads import UploadFolder
 from kinlens.library.bundles import load_bundle
 from kinlens.library.images import Crops, View, Viewer, weighted_vectors
-from kinlens.library.stores import Store, bundle_of, folder_of
+from kinlens.library.stores import Say, Store, bundle_of, folder_of
 from kinlens.quality.answers import (
     Guaranteed,
     Results,
@@ -37,6 +38,7 @@ from kinlens.quality.answers import (
 from kinlens.quality.calibration import Calibrated, choose
 from kinlens.quality.calibrator import Calibrator
 from kinlens.quality.guarantee import Guarantee
+from kinlens.reports import THUMBNAIL_PX, listing, photo_card, photo_grid, written
 from kinlens.values import AttributeValue, values_in
 
 Thumbnail = Callable[[ItemId], bytes | None]
@@ -44,12 +46,6 @@ Thumbnail = Callable[[ItemId], bytes | None]
 
 _SHOWN = 60
 """Number of items that a notebook shows."""
-
-_PRINTED = 10
-THUMBNAIL_PX = 160
-_GRID = "display:flex;flex-wrap:wrap;gap:12px;align-items:flex-start"
-_CARD = "margin:0;width:160px;font:12px/1.4 sans-serif;overflow-wrap:anywhere"
-_PHOTO = "display:block;width:160px;height:160px;object-fit:contain;background:#8882"
 
 
 @dataclass(slots=True)
@@ -95,15 +91,13 @@ class Items(list[Item]):
 
     def to_pandas(self) -> Any:
         """The table of `to_arrow` as a DataFrame. Needs pandas."""
-        return frame_of(self.to_arrow())
+        return self.to_arrow().to_pandas()
 
     def __repr__(self) -> str:
-        return _listing(f"{len(self)} of {self.total:,} items", map(_line, self))
+        return listing(f"{len(self)} of {self.total:,} items", map(_line, self))
 
     def _repr_html_(self) -> str:
-        cards = (
-            photo_card(item.key, item.attributes, self._thumbnail(item.id)) for item in _first(self)
-        )
+        cards = (photo_card(i.key, i.attributes, self._thumbnail(i.id)) for i in self[:_SHOWN])
         return photo_grid(cards, f"{len(self)} of {self.total:,} items")
 
 
@@ -159,7 +153,7 @@ class Hits(list[Hit]):
 
     def to_pandas(self) -> Any:
         """The table of `to_arrow` as a DataFrame. Needs pandas."""
-        return frame_of(self.to_arrow())
+        return self.to_arrow().to_pandas()
 
     def lines(self) -> Iterator[str]:
         """The hits or groups, one line for each item, and the counts that were asked for."""
@@ -181,20 +175,20 @@ class Hits(list[Hit]):
         return f"{found}; none of these: {100 * self.no_match_probability:.0f} %"
 
     def __repr__(self) -> str:
-        return _listing(self._summary(), self.lines())
+        return listing(self._summary(), self.lines())
 
     def _repr_html_(self) -> str:
         if self.groups is None:
             return photo_grid(self._cards(self), self._summary())
         rows = (
-            f"<p>{_text('(no value)' if group.value is None else group.value)} "
+            f"<p>{escape('(no value)' if group.value is None else str(group.value))} "
             f"{group.score:.4f}</p>{photo_grid(self._cards(group.hits))}"
-            for group in _first(self.groups)
+            for group in self.groups[:_SHOWN]
         )
         return f"<p>{self._summary()}</p>{''.join(rows)}"
 
     def _cards(self, hits: Sequence[Hit]) -> Iterator[str]:
-        for hit in _first(hits):
+        for hit in hits[:_SHOWN]:
             head = f"{hit.score:.4f}{_percent(hit)}"
             yield photo_card(hit.key, hit.attributes, self._thumbnail(hit.id), head)
 
@@ -220,16 +214,25 @@ def built_bundle(store: Store) -> Embedder:
 
 
 class Searcher:
-    """Answers the queries of one gallery, by the model of its bundle."""
+    """A gallery that is open, and answers queries by the model of its bundle.
+
+    Attributes:
+        store: the gallery of the indexer, for what has no method here.
+        shown: whether progress bars are shown; None: in terminals and notebooks.
+        warn: called with a text about images that were skipped, and failures of the upkeep.
+    """
+
+    shown: bool | None = None
 
     def __init__(
         self,
         store: Store,
-        bundle: Embedder | None,
-        open_bundle: Callable[[Store], Embedder],
+        bundle: Embedder | None = None,
+        open_bundle: Callable[[Store], Embedder] = built_bundle,
     ) -> None:
-        """Raises: BundleMismatchError if the bundle does not fit the gallery."""
-        self._store = store
+        """Use `open_gallery`, `build` or `create_gallery`."""
+        self.store = store
+        self.warn: Say = warnings.warn
         self._bundle = bundle
         self._open_bundle = open_bundle
         self._viewer: Viewer | None = None
@@ -237,37 +240,49 @@ class Searcher:
         if bundle is not None:
             fitted(store, bundle)
 
-    def model(self) -> Embedder:
-        """The bundle that was passed, or the one that is opened now.
+    @property
+    def bundle(self) -> Embedder:
+        """The model for queries; by default the bundle that built the gallery, opened when needed.
 
-        Raises: GalleryError if it is unknown or gone; BundleMismatchError; BundleError.
+        Raises: GalleryError if that is unknown or gone; BundleMismatchError; BundleError.
         """
         if self._bundle is None:
-            bundle = self._open_bundle(self._store)
-            checked_fit(self._store, bundle)
+            bundle = self._open_bundle(self.store)
+            checked_fit(self.store, bundle)
             self._bundle = bundle
         return self._bundle
 
-    def image(self, item: Item, size: int | None = None) -> bytes:
-        """The image of an item; with `size`, a JPEG whose longest side has that many pixels.
+    def item(self, item: str | ItemId) -> Item:
+        """An item by its key or id. Raises: ItemNotFoundError."""
+        if not isinstance(item, str):
+            return self.store.item(index(item))
+        found = self.store.stored([item]).get(item)
+        if found is None:
+            raise ItemNotFoundError(no_key(item))
+        return found
+
+    def image(self, item: str | ItemId, size: int | None = None) -> bytes:
+        """The image of an item, in a format that browsers show; with `size`, the longest side in
+        pixels, a JPEG.
 
         Raises: ItemNotFoundError for an item without an image; ImageMissingError.
         """
-        if item.path or not item.has_image:
-            data = item_image(self._store.image_root, item).data
+        found = self.item(item)
+        if found.path or not found.has_image:
+            data = item_image(self.store.image_root, found).data
         else:
-            folder = folder_of(self._store, "has its uploaded images elsewhere")
-            data = UploadFolder(folder.path).read(item.sha256)
+            folder = folder_of(self.store, "has its uploaded images elsewhere")
+            data = UploadFolder(folder.path).read(found.sha256)
         return data if size is None else render_jpeg(data, ANY_SIZE, size)
 
-    def thumbnail(self, item_id: ItemId) -> bytes | None:
+    def _thumbnail(self, item_id: ItemId) -> bytes | None:
         """A thumbnail of an item; None if it has no image that can be shown."""
         try:
-            return self.image(self._store.item(item_id), THUMBNAIL_PX)
+            return self.image(item_id, THUMBNAIL_PX)
         except (KinlensError, OSError):
             return None  # such as a file that was removed: the others are shown
 
-    def views(
+    def _views(
         self, images: Sequence[Any], vectors: Sequence[Any], crops: Crops, has_words: bool
     ) -> Views:
         """The views of a query; with words, their vectors are those of the whole model.
@@ -276,20 +291,20 @@ class Searcher:
         """
         if crops and not images:
             raise InvalidParameterError("crops are parts of an image, and the search has none.")
-        dim = self._store.dim
-        whole = self.model().dim if has_words else dim
+        dim = self.store.dim
+        whole = self.bundle.dim if has_words else dim
         parts: list[View] = []
         found: list[NDArray[np.float32]] = []
         if images:
             if self._viewer is None:
-                self._viewer = Viewer(self.model())
+                self._viewer = Viewer(self.bundle)
             parts, made = self._viewer.views(images, crops)
             found = [*first_numbers(made, whole)]
         more, weights = weighted_vectors(vectors, whole)
         parts += [View(vector=number) for number in range(1, len(more) + 1)]
         return Views(parts, [*found, *more], [*[1.0] * len(found), *weights])
 
-    def answer(
+    def _answer(
         self,
         views: Views,
         texts: tuple[list[str], list[float]],
@@ -305,7 +320,7 @@ class Searcher:
 
         Raises: InvalidParameterError, ItemNotFoundError, FilterError, BundleError.
         """
-        store, words = self._store, self._words(*texts) if texts[0] else None
+        store, words = self.store, self._words(*texts) if texts[0] else None
         wanted = replace(wanted, best_view=wanted.best_view and bool(views.parts))
         _check(views, words, keys, wanted)
         targets = targets_of(
@@ -343,7 +358,7 @@ class Searcher:
             )
         return self._calibrator.guarantee()
 
-    def answers(self, queries: Embeddings, wanted: Wanted, shape: Shape) -> list[Hits]:
+    def _answers(self, queries: Embeddings, wanted: Wanted, shape: Shape) -> list[Hits]:
         """The answers to vectors (Q, D), in one search of the index.
 
         Raises: InvalidParameterError, FilterError.
@@ -354,9 +369,9 @@ class Searcher:
                 "min_probability needs one query. Pass one vector (D,), or min_score."
             )
         if wanted.grouping is None:
-            results = [Results(hits) for hits in self._store.search(queries, k, options)]
+            results = [Results(hits) for hits in self.store.search(queries, k, options)]
         else:
-            grouped = self._store.search_groups(queries, k, wanted.grouping, options)
+            grouped = self.store.search_groups(queries, k, wanted.grouping, options)
             results = [Results([], groups) for groups in grouped]
         return [
             self._shaped(found, query[None], wanted, shape)
@@ -364,7 +379,7 @@ class Searcher:
         ]
 
     def _words(self, texts: Sequence[str], weights: Sequence[float]) -> Words:
-        encoder = self.model().words()
+        encoder = self.bundle.words()
         return Words(encoder, encoder.embed(texts), weights)
 
     def _calibrated(self) -> Calibrated | str:
@@ -375,7 +390,7 @@ class Searcher:
             return choose(None, None, None)
         if self._bundle is None:
             return choose(stored, None, "no bundle is open")
-        bundle = fitted(self._store, self._bundle)
+        bundle = fitted(self.store, self._bundle)
         return choose(stored, bundle.calibration, bundle.no_calibration)
 
     def _shaped(
@@ -404,9 +419,9 @@ class Searcher:
 
         names, facets = shape.facets, None
         if names:
-            facets = self._store.facets(names, queries, wanted.options)
+            facets = self.store.facets(names, queries, wanted.options)
         groups = None if results.groups is None else [*map(group_of, results.groups)]
-        return Hits(map(hit_of, results.hits), self.thumbnail, groups, results.none, facets)
+        return Hits(map(hit_of, results.hits), self._thumbnail, groups, results.none, facets)
 
 
 def _check(
@@ -449,15 +464,6 @@ def table_of(
     return load_pyarrow().table(table)
 
 
-def frame_of(table: Any) -> Any:
-    """A table of Arrow as a DataFrame of pandas."""
-    return table.to_pandas()
-
-
-def _first(values: Sequence[Any]) -> Sequence[Any]:
-    return values[:_SHOWN]
-
-
 def _percent(result: Hit | Group) -> str:
     return "" if result.probability is None else f"  {100 * result.probability:3.0f} %"
 
@@ -489,42 +495,3 @@ def _counts(name: str, facet: Mapping[str, Any]) -> str:
 def shown(attributes: Mapping[str, AttributeValue]) -> str:
     """Attributes on one line."""
     return ", ".join(f"{name}={written(value)}" for name, value in attributes.items())
-
-
-def written(value: AttributeValue) -> str:
-    """A value in the syntax of command options."""
-    if isinstance(value, tuple):
-        return "|".join(map(written, value))
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _listing(summary: str, lines: Iterable[str]) -> str:
-    several = [*lines]
-    more = len(several) - _PRINTED
-    return "\n".join(
-        [summary, *several[:_PRINTED], *([f"... and {more:,} more lines"] if more > 0 else [])]
-    )
-
-
-def _text(value: object) -> str:
-    return html.escape(str(value))
-
-
-def photo_card(
-    key: str, attributes: Mapping[str, AttributeValue], jpeg: bytes | None, head: str = ""
-) -> str:
-    if jpeg is None:
-        photo = f'<div style="{_PHOTO}"></div>'
-    else:
-        address = f"data:image/jpeg;base64,{base64.b64encode(jpeg).decode()}"
-        photo = f'<img style="{_PHOTO}" alt="" src="{address}">'
-    lines = "".join(f"<br>{_text(name)}: {_text(written(v))}" for name, v in attributes.items())
-    return (
-        f'<figure style="{_CARD}">{photo}<figcaption>{_text(head)} <b>{_text(key)}</b>{lines}'
-        "</figcaption></figure>"
-    )
-
-
-def photo_grid(cards: Iterable[str], summary: str = "") -> str:
-    title = f"<p>{_text(summary)}</p>" if summary else ""
-    return f'{title}<div style="{_GRID}">{"".join(cards)}</div>'

@@ -2,9 +2,11 @@
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
+from reprlib import Repr
 from typing import Any, Literal, NamedTuple, TypedDict
 
 import numpy as np
@@ -21,6 +23,7 @@ from kinlens.embedder.types import Embeddings
 from kinlens.errors import ArgumentError
 from kinlens.indexer.addresses import REMOTE, ImageAddress, ImageRoot
 from kinlens.indexer.attributes import Schema
+from kinlens.indexer.exchange.parquet import load_pyarrow
 from kinlens.indexer.ingest.sources import (
     NO_KINDS,
     ReadRows,
@@ -31,10 +34,12 @@ from kinlens.indexer.ingest.sources import (
     split_source,
 )
 from kinlens.indexer.ingest.tables import Row, split_kind
+from kinlens.library.bundles import user_path
 from kinlens.values import AUTO, AttributeValue, is_missing, plain
 
 Crops = Sequence[Sequence[float]] | str | None
-_SHOWN = 200
+_FEW = Repr()
+_FEW.maxstring = _FEW.maxother = 200
 _FRAME = "the DataFrame"
 
 
@@ -67,12 +72,17 @@ class NamedImage(NamedTuple):
     data: bytes
 
 
+def about(value: Any) -> str:
+    """A value for a message: on one line, and of a long one the beginning and the end."""
+    return " ".join(_FEW.repr(value).split())
+
+
 def read_image(image: Any, max_bytes: int, number: int | None = None) -> NamedImage:
     """An image as the bytes of a file.
 
     Args:
         image: a path, the bytes of a file, an open file, an image of Pillow, or an array of pixels,
-            uint8 (H, W) or (H, W, 3).
+            uint8 (H, W), (H, W, 3), or (H, W, 4) with alpha.
         number: its position among several, from 1, for messages.
 
     Raises: SourceError naming a file that cannot be read; ImageTooManyBytesError;
@@ -80,45 +90,66 @@ def read_image(image: Any, max_bytes: int, number: int | None = None) -> NamedIm
     """
     name = "image" if number is None else f"image {number}"
     if isinstance(image, str | os.PathLike):
-        path = os.fsdecode(image)
+        path = user_path(image)
+        if not path or REMOTE in path or path.startswith("data:"):
+            raise SourceError(
+                f"{about(image)} is not the path of a file. Pass a path, or the bytes of the image."
+            )
         return NamedImage(f"image {printable(path)}", read_file(path, max_bytes))
     if isinstance(image, bytes | bytearray | memoryview):
         return NamedImage(name, bytes(image))
     if hasattr(image, "read"):
-        return NamedImage(f"image {getattr(image, 'name', name)}", image.read())
-    if is_pixels(image):
+        named = f"image {getattr(image, 'name', name)}"
+        if not isinstance(data := image.read(), bytes):
+            raise InvalidParameterError(f'The {named} is open as text. Open it with mode "rb".')
+        return NamedImage(named, data)
+    if isinstance(image, Pillow.Image) or hasattr(image, "dtype"):
         try:
-            return NamedImage(name, png_of(image))
+            png = png_of(image if isinstance(image, Pillow.Image) else _array(image))
+            return NamedImage(name, png)
         except ArgumentError as error:
-            raise InvalidParameterError(str(error)) from error
+            raise InvalidParameterError(
+                f"The {name} is not an image that can be used: {error}"
+            ) from error
     raise InvalidParameterError(
-        f"{image!r:.{_SHOWN}} is not an image. Pass the path of a file, its bytes, an image of "
-        "Pillow, or an array uint8 (H, W, 3)."
+        f"{about(image)} is not an image. Pass the path of a file, its bytes, an image of Pillow, "
+        "or an array uint8 (H, W, 3)."
     )
+
+
+def _array(value: Any) -> NDArray[Any]:
+    """Raises: InvalidParameterError for a value that NumPy cannot read."""
+    try:
+        return np.asarray(value)
+    except (ValueError, TypeError, RuntimeError) as error:  # such as a tensor with gradients
+        raise InvalidParameterError(
+            f"{about(value)} is no array of numbers: {str(error).rstrip('.')}. Pass an array of "
+            "NumPy, in which vectors have the same length."
+        ) from error
 
 
 def is_pixels(value: Any) -> bool:
     """Whether a value is an image of Pillow, or an array of bytes with two or three axes."""
     if isinstance(value, Pillow.Image):
         return True
-    return str(getattr(value, "dtype", "")) == "uint8" and getattr(value, "ndim", 0) in (2, 3)
+    kind = str(getattr(value, "dtype", ""))  # that of torch is torch.uint8
+    return kind.endswith("uint8") and getattr(value, "ndim", 0) in (2, 3)
 
 
 def vectors_in(value: Any) -> NDArray[np.float32] | None:
-    """The vectors (D,) or (Q, D) in an array or a list of numbers; None for anything else."""
-    if isinstance(value, Pillow.Image) or is_pixels(value):
-        return None
+    """The vectors (D,) or (Q, D) in an array, in a list of numbers or arrays, or in a column of
+    pandas or Arrow; None for anything else.
+
+    Raises: InvalidParameterError for vectors that differ in length.
+    """
     first = value
     while isinstance(first, list | tuple) and first:
         first = first[0]
-    if not (hasattr(first, "__array__") or isinstance(first, int | float)):
+    if is_pixels(first) or not (hasattr(first, "__array__") or isinstance(first, int | float)):
         return None
-    try:
-        found = np.asarray(value)
-    except ValueError as error:
-        raise InvalidParameterError(
-            f"The query is no array of vectors: {error}. Give each vector the same length."
-        ) from error
+    found = _array(value)
+    if found.dtype.kind == "O" and found.ndim == 1 and len(found):
+        found = _array([*found])
     if found.dtype.kind not in "fiu" or found.ndim not in (1, 2):
         return None
     return found.astype(np.float32, copy=False)
@@ -128,7 +159,8 @@ def listed_images(value: Any) -> list[Any]:
     """One image or several as a list."""
     if value is None:
         return []
-    return [*value] if isinstance(value, list | tuple) else [value]
+    is_file = hasattr(value, "read")  # which is an iterator of lines
+    return [*value] if isinstance(value, list | tuple | Iterator) and not is_file else [value]
 
 
 class Viewer:
@@ -147,9 +179,13 @@ class Viewer:
         views: list[View] = []
         pixels: list[NDArray[np.uint8]] = []
         for number, image in enumerate(images, 1):
-            named = read_image(
-                image, embedder.limits.max_bytes, number if len(images) > 1 else None
-            )
+            position = number if len(images) > 1 else None
+            try:
+                named = read_image(image, embedder.limits.max_bytes, position)
+            except SourceError as error:
+                if isinstance(image, str) and not Path(image).suffix:
+                    raise SourceError(f"{error} Words are searched with text=.") from error
+                raise
             if crops == AUTO:
                 pixels_of(named.data, named.name, embedder)  # which names a damaged image
             boxes = self._boxes(named.data, crops)
@@ -166,7 +202,7 @@ class Viewer:
             return [check_box(crop) for crop in crops or ()] or [None]
         except TypeError:
             raise InvalidParameterError(
-                f'crops = {crops!r:.{_SHOWN}} must be "auto", or a list of (left, top, width, '
+                f'crops = {about(crops)} must be "auto", or a list of (left, top, width, '
                 "height) as fractions of the image."
             ) from None
 
@@ -198,7 +234,7 @@ def weighted_vectors(
         vector = vectors_in(given.get("vector"))
         if vector is None or vector.ndim != 1:
             raise InvalidParameterError(
-                f"vectors has {sent!r:.{_SHOWN}}; pass mappings with a vector, such as "
+                f"vectors has {about(sent)}; pass mappings with a vector, such as "
                 '[{"vector": [0.6, 0.8], "weight": 0.5}].'
             )
         if len(vector) != dim:
@@ -221,7 +257,7 @@ def weighted_texts(
         return [one["text"] for one in sent], [float(one.get("weight", 1.0)) for one in sent]
     except (TypeError, KeyError, AttributeError, ValueError):
         raise InvalidParameterError(
-            f"texts = {texts!r:.{_SHOWN}} must be a text, or a list of texts and of mappings such "
+            f"texts = {about(texts)} must be a text, or a list of texts and of mappings such "
             'as {"text": "green", "weight": 0.5}.'
         ) from None
 
@@ -229,6 +265,29 @@ def weighted_texts(
 def is_frame(value: Any) -> bool:
     """Whether a value is a DataFrame of pandas."""
     return hasattr(value, "columns") and hasattr(value, "iloc")
+
+
+def table_in(value: Any) -> Any:
+    """A DataFrame of pandas as it is; what has the interface of Arrow, such as its tables, batches
+    and readers, as a table of Arrow; None for anything else.
+    """
+    if is_frame(value):
+        return value
+    is_arrow = hasattr(value, "__arrow_c_stream__") or hasattr(value, "__arrow_c_array__")
+    return load_pyarrow().table(value) if is_arrow and hasattr(value, "schema") else None
+
+
+def columns_of(table: Any) -> list[str]:
+    """The names of the columns of a table."""
+    return [str(name) for name in (table.columns if is_frame(table) else table.column_names)]
+
+
+def key_in(value: Any) -> str | None:
+    """A text, path or whole number as a key; None for anything else."""
+    if isinstance(value, str | os.PathLike):
+        return os.fsdecode(value)
+    is_number = isinstance(value, Integral) and not isinstance(value, bool)
+    return str(int(value)) if is_number else None
 
 
 def source_of(
@@ -242,8 +301,8 @@ def source_of(
     """The images to put into a gallery.
 
     Args:
-        images: a folder, an address such as s3://shop/photos, a CSV list, a list of paths, a
-            DataFrame with the columns of a list, or a source. None with `csv` or `split`.
+        images: a folder, an address such as s3://shop/photos, a CSV list, any number of paths, a
+            table with the columns of a list, or a source. None with `csv` or `split`.
         csv, split: a list whose paths are relative to `images`, by default to `root`, by default to
             the folder of the list.
         root: the image root of the gallery; None for a new one.
@@ -253,19 +312,23 @@ def source_of(
     """
     if isinstance(images, Source):
         return images
+    if isinstance(images, str | os.PathLike):
+        images = user_path(images)
+        if not images:
+            raise SourceError("images is an empty text. Pass the path of a folder or list.")
     if csv is not None:
-        return csv_source(csv, root or images, kinds, images)
+        return csv_source(user_path(csv), root or images, kinds, images)
     if split is not None:
-        return split_source(split, root or images, images)
-    if is_frame(images):
-        return _of_frame(images, root, kinds)
-    if isinstance(images, list | tuple):
-        return _of_paths(images, root)
-    if not isinstance(images, str | os.PathLike | ImageAddress):
-        raise SourceError(
-            f"{images!r:.{_SHOWN}} is no source of images. Pass a folder, a CSV list, a list of "
-            "paths, or a DataFrame with the columns key and path."
-        )
+        return split_source(user_path(split), root or images, images)
+    if (table := table_in(images)) is not None:
+        return _of_table(table, root, kinds)
+    if not isinstance(images, str | ImageAddress):
+        if isinstance(images, bytes | Mapping) or not isinstance(images, Iterable):
+            raise SourceError(
+                f"{about(images)} is no source of images. Pass a folder, a CSV list, a list of "
+                "paths, or a DataFrame with the columns key and path."
+            )
+        return _of_paths([*images], root)
     place = str(images)
     if REMOTE not in place and place.lower().endswith(".csv") and Path(place).is_file():
         return csv_source(place, root, kinds)
@@ -285,10 +348,10 @@ def _of_paths(paths: Sequence[Any], root: ImageRoot | str | None) -> Source:
 def _real(path: Any) -> Path:
     """An absolute path in its real folder. Raises: SourceError."""
     try:
-        file = Path(os.fsdecode(path))
+        file = Path(user_path(path))
     except TypeError:
         raise SourceError(
-            f"The list of images has {path!r:.{_SHOWN}}, which is no path. Put other images with "
+            f"The list of images has {about(path)}, which is no path. Put other images with "
             "put_many."
         ) from None
     return file.parent.resolve() / file.name
@@ -298,29 +361,34 @@ def _below(file: Path, root: ImageRoot | str) -> str:
     return Path(os.path.relpath(file, os.path.realpath(str(root)))).as_posix()
 
 
-def frame_items(frame: Any) -> Iterator[tuple[str, str, Mapping[str, AttributeValue]]]:
-    """The key, image file and attributes of each row of a DataFrame. Raises: SourceError."""
-    key, rows = _rows_of(frame)
+def table_items(table: Any) -> Iterator[tuple[str, str, Mapping[str, AttributeValue]]]:
+    """The key, image file and attributes of each row of a table. Raises: SourceError."""
+    key, rows = _rows_of(table)
     for row in _reader(rows, _FRAME, NO_KINDS)((key, "path")):
         values = {name: value for name, value in row.attributes.items() if value is not None}
         yield row.cells[key], row.cells["path"], values
 
 
-def _rows_of(frame: Any) -> tuple[str, list[dict[str, Any]]]:
+def _rows_of(table: Any) -> tuple[str, list[dict[str, Any]]]:
     """The column of the keys, and the rows by column. Raises: SourceError."""
-    columns = [str(name) for name in frame.columns]
+    columns = columns_of(table)
     if "path" not in columns:
         raise SourceError(
-            f"The DataFrame has the columns {', '.join(columns)}; it needs path, the image files, "
-            "and key or product, unless the path is the key."
+            f"The DataFrame has {_listing_of(columns)}; it needs path, the image files, and key or "
+            "product, unless the path is the key."
         )
-    rows = [{str(n): v for n, v in row.items()} for row in frame.to_dict("records")]
+    found = table.to_dict("records") if is_frame(table) else table.to_pylist()
+    rows = [{str(name): value for name, value in row.items()} for row in found]
     key = next((name for name in ("key", PRODUCT) if name in columns), "key")
     return key, rows if key in columns else [{"key": row["path"], **row} for row in rows]
 
 
-def _of_frame(frame: Any, root: ImageRoot | str | None, kinds: Schema) -> Source:
-    key, rows = _rows_of(frame)
+def _listing_of(columns: Sequence[str]) -> str:
+    return f"the columns {', '.join(columns)}" if columns else "no columns"
+
+
+def _of_table(table: Any, root: ImageRoot | str | None, kinds: Schema) -> Source:
+    key, rows = _rows_of(table)
     if root is None and rows:
         # Relative paths are those of this process, and the root is what all have in common.
         rows = [
@@ -381,7 +449,12 @@ def _cell(value: Any, name: str, position: str) -> str:
         return json.dumps([*map(os.fsdecode, value)])
     if value is None or is_missing(value) or not str(value).strip():
         raise SourceError(f"{position} has no {name}. Give it one, or drop the row.")
-    return os.fsdecode(value) if isinstance(value, os.PathLike) else str(value).strip()
+    text = key_in(value)
+    if text is None:  # such as 7.0: a column of whole numbers with a gap has decimals
+        raise SourceError(
+            f"{position}: {name} = {about(value)} is neither a text nor a whole number. Convert it."
+        )
+    return text.strip()
 
 
 def _attribute(

@@ -5,17 +5,14 @@ has what was measured, which a notebook shows. Errors name arguments as options 
 """
 
 import contextlib
-import functools
-import html
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
-from kinlens.embedder.errors import ExportError, InvalidParameterError, JobError, KinlensError
+from kinlens.embedder.errors import ExportError, InvalidParameterError, JobError
 from kinlens.embedder.programs.progress import progress_bar
 from kinlens.environment import TRAINING, needs
-from kinlens.reports import Report
 from kinlens.training.config.layers import names_of
 from kinlens.training.library.sources import (
     Images,
@@ -39,33 +36,11 @@ if TYPE_CHECKING:
 _TRAIN_IT = "To train it, use `kinlens-train fit shop`."
 _BORDER = 0.875
 """Part of the resized image that the crop keeps, as ImageNet models are tested."""
-_PHOTOS, _QUERIES, _RESULTS = 60, 4, 4
-"""Of the photos in a report: how many are searched, queries, results of each."""
+_PHOTOS = 60  # of the test, which a report searches
 
 Channels = float | Sequence[float]
 """A number for each of red, green and blue, or one for all."""
 Three = tuple[float, float, float]
-
-
-class ModelReport(Report):
-    """What was measured of a model that was just written.
-
-    Attributes:
-        figures: by name, see the function that wrote the model.
-    """
-
-    def __init__(
-        self, lines: list[str], figures: dict[str, Any], photos: Callable[[], str] = str
-    ) -> None:
-        self.figures = figures
-        self._lines, self._photos = lines, photos
-
-    def lines(self) -> list[str]:
-        return self._lines
-
-    def _repr_html_(self) -> str:
-        """The lines, and some photos with their results."""
-        return super()._repr_html_() + self._photos()
 
 
 @needs("kinlens.adapt", *TRAINING)
@@ -114,7 +89,8 @@ def adapt(
         >>> bundle = kinlens.adapt("photos/", out="bundles/shop")
         >>> print(bundle.report)
     """
-    out = Path(out)
+    out = Path(out).expanduser()
+    images = [*images] if isinstance(images, Iterator) else images
     changes, options = _start(backbone, str(weights), bundle)
     _, name, _ = shop_of(images)
     # Imported after the folder is found, as torch takes seconds.
@@ -261,7 +237,7 @@ def import_model(
         >>> kinlens.import_model("vit.onnx", "bundles/vit", size=224, mean=0.5, std=0.5,
         ...                      pooling="cls", licence="mit", images="photos/")
     """
-    model, out = Path(model), Path(out)
+    model, out = Path(model).expanduser(), Path(out).expanduser()
     if not licence.strip():
         raise InvalidParameterError(
             "--licence is missing: the licence of the model decides who may use the bundle. Look "
@@ -508,40 +484,13 @@ def _opened(
     tested: "LabelledImages | None" = None,
 ) -> "LoadedBundle":
     """The model of a bundle that was just written, with its report."""
-    from kinlens.library.bundles import load_bundle
+    from kinlens.library.bundles import ModelReport, load_bundle
 
     model = load_bundle(written.path)
-    photos = functools.partial(_photos_of, model, tested) if tested is not None else str
-    model.report = ModelReport(lines, figures, photos)
+    photos: dict[Path, str] = {}
+    if tested is not None:
+        some = tested.some(_PHOTOS)
+        names = [some.class_names[label] for label in some.labels.tolist()]
+        photos = {some.root / path: name for path, name in zip(some.paths, names, strict=True)}
+    model.report = ModelReport(lines, figures, model, photos)
     return model
-
-
-def _photos_of(model: "LoadedBundle", images: "LabelledImages") -> str:
-    """Some photos of the test, each with its first results."""
-    from kinlens.library.hits import photo_card, photo_grid
-
-    few = images.some(_PHOTOS)
-    names = [few.class_names[label] for label in few.labels.tolist()]
-    paths = [few.root / path for path in few.paths]
-    try:
-        vectors = model.embed_files(paths)
-    except KinlensError as error:  # a photo was removed after the test
-        return f"<p>{html.escape(str(error))}</p>"
-    scores = vectors @ vectors.T
-    shown = []
-    with_pair = [row for row, name in enumerate(names) if names.count(name) > 1]
-    for row in with_pair[:: max(1, len(with_pair) // _QUERIES)][:_QUERIES]:
-        order = [other for other in scores[row].argsort()[::-1].tolist() if other != row]
-        cards = [photo_card(names[row], {}, _thumbnail(paths[row]), "photo")]
-        for other in order[:_RESULTS]:
-            head = "right" if names[other] == names[row] else "wrong"
-            cards.append(photo_card(names[other], {}, _thumbnail(paths[other]), head))
-        shown.append(photo_grid(cards))
-    return "".join(["<p>Photos of the test, each with its first results</p>", *shown])
-
-
-def _thumbnail(path: Path) -> bytes:
-    from kinlens.embedder.preprocess import ImageLimits, render_jpeg
-    from kinlens.library.hits import THUMBNAIL_PX
-
-    return render_jpeg(path.read_bytes(), ImageLimits(), THUMBNAIL_PX)

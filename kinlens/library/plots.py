@@ -222,7 +222,7 @@ def map(
     elif schema[by] == "number":
         _draw_numbers(axes, plane, [item.attributes.get(by) for item in items], by)
     else:
-        from kinlens.library.hits import written
+        from kinlens.reports import written
 
         values = [item.attributes.get(by) for item in items]
         scatter(axes, plane, ["no value" if x is None else written(x) for x in values])

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial, wraps
 from inspect import signature
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from numpy.typing import ArrayLike
 
@@ -45,6 +45,7 @@ from kinlens.indexer.images import read_image
 from kinlens.indexer.ingest.products import PRODUCTS
 from kinlens.indexer.ingest.tables import read_table
 from kinlens.library import upkeep
+from kinlens.library.hits import Searcher
 from kinlens.library.images import crop_of
 from kinlens.library.images import read_image as given_image
 from kinlens.library.stores import Store, folder_of
@@ -426,27 +427,15 @@ def compare(
     return report
 
 
-class _Opened(Protocol):
-    """A gallery that is open, with its model."""
-
-    shown: bool | None
-
-    @property
-    def store(self) -> Store: ...
-
-    @property
-    def bundle(self) -> Embedder: ...
-
-
-def _store(opened: _Opened) -> Store:
+def _store(opened: Searcher) -> Store:
     return opened.store
 
 
-def _gallery(opened: Any) -> Gallery:
+def _gallery(opened: Searcher) -> Gallery:
     return folder_of(opened.store, "is searched and changed only")
 
 
-def _path(opened: _Opened) -> Path:
+def _path(opened: Searcher) -> Path:
     return _gallery(opened).path
 
 
@@ -457,7 +446,7 @@ def _method(
     has_bar = "shown" in signature(function).parameters
 
     @wraps(function)
-    def method(self: _Opened, /, *args: P.args, **options: P.kwargs) -> R:
+    def method(self: Searcher, /, *args: P.args, **options: P.kwargs) -> R:
         if has_bar:
             options.setdefault("shown", self.shown)
         return function(of(self), *args, **options)
@@ -465,7 +454,7 @@ def _method(
     return method
 
 
-class GalleryCare:
+class GalleryCare(Searcher):
     """What a gallery can do besides searches and changes."""
 
     stats = _method(_store, stats_of)
@@ -481,7 +470,7 @@ class GalleryCare:
     golden_runs = _method(_path, golden_runs)
     guarantee = _method(_gallery, guarantee)
 
-    def evaluate(self: _Opened, *, min_score: float | None = None, worst: int = 10) -> GoldenRun:
+    def evaluate(self, *, min_score: float | None = None, worst: int = 10) -> GoldenRun:
         """Search with every labelled query, measure recall, and store the report.
 
         The probabilities of hits are fitted to these queries, too.
@@ -502,7 +491,7 @@ class GalleryCare:
         )
 
     def verify(
-        self: _Opened,
+        self,
         *,
         images: bool = False,
         sample: int | None = None,

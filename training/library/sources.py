@@ -9,7 +9,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +60,7 @@ def shop_of(images: Images) -> tuple[Path, str, str]:
     if not isinstance(images, str | Path):
         root, table = _listed(images)
         return _named(root, table)
-    path = Path(images).resolve()
+    path = Path(images).expanduser().resolve()
     if not path.exists():
         raise JobError(f"{images} does not exist. Give the folder with your images.")
     from kinlens.training.data.load import TABLE
@@ -89,6 +89,30 @@ def _listed(images: Any) -> tuple[Path, str]:
     """
     from kinlens.training.folder import replace_text
 
+    names, rows, at = _rows(images)
+    paths = [Path(row[at]).expanduser().absolute() for row in rows]
+    root = os.path.commonpath([path.parent for path in paths])
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow(names)
+    for path, row in zip(paths, rows, strict=True):
+        cells = ["" if cell is None or cell != cell else str(cell) for cell in row]  # NaN
+        writer.writerow([*cells[:at], os.path.relpath(path, root), *cells[at + 1 :]])
+    content = text.getvalue()
+    digest = hashlib.sha256(f"{root}\n{content}".encode(errors="surrogateescape")).hexdigest()
+    file = Path("runs", f"images-{digest[:12]}.csv").absolute()
+    if not file.exists():
+        replace_text(file, content)
+    return Path(root), str(file)
+
+
+def _rows(images: Any) -> tuple[list[str], list[Any], int]:
+    """The columns and rows of a table or list, and which column has the paths. Raises: JobError."""
+    if not hasattr(images, "columns") and not isinstance(images, Iterable):
+        raise JobError(
+            f"{images!r:.200} is no source of images. Give a folder, a list of (path, class), or a "
+            "DataFrame with these columns."
+        )
     if hasattr(images, "columns"):
         names = [str(column) for column in images.columns]
         rows: list[Any] = [*images.itertuples(index=False)]
@@ -104,20 +128,10 @@ def _listed(images: Any) -> tuple[Path, str]:
     if not rows:
         raise JobError("The list of images is empty. Give a pair (path, class) for each image.")
     at = names.index("path")
-    paths = [Path(row[at]).absolute() for row in rows]
-    root = os.path.commonpath([path.parent for path in paths])
-    text = io.StringIO()
-    writer = csv.writer(text)
-    writer.writerow(names)
-    for path, row in zip(paths, rows, strict=True):
-        cells = ["" if cell is None or cell != cell else str(cell) for cell in row]  # NaN
-        writer.writerow([*cells[:at], os.path.relpath(path, root), *cells[at + 1 :]])
-    content = text.getvalue()
-    digest = hashlib.sha256(f"{root}\n{content}".encode(errors="surrogateescape")).hexdigest()
-    file = Path("runs", f"images-{digest[:12]}.csv").absolute()
-    if not file.exists():
-        replace_text(file, content)
-    return Path(root), str(file)
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row[at], str | Path) or not row[at]:
+            raise JobError(f"Row {number} has {row[at]!r:.200} in place of the path of an image.")
+    return names, rows, at
 
 
 def shop_job(

@@ -25,9 +25,8 @@ if TYPE_CHECKING:
     from kinlens.calls import NewItem
     from kinlens.client import AsyncClient, Client
     from kinlens.library.bundles import load_bundle
-    from kinlens.library.galleries import Gallery, build, create_gallery, open_gallery
+    from kinlens.library.galleries import Gallery, build, compare, create_gallery, open_gallery
     from kinlens.library.models import adapt, attach, import_model, teach_words
-    from kinlens.library.quality import compare
     from kinlens.library.upkeep import compare_plans, import_gallery, plan, restore_gallery
 
 # fmt: off
@@ -52,7 +51,7 @@ _LIBRARY = {
     "create_gallery": ("kinlens.library.galleries", ENGINES),
     "load_bundle": ("kinlens.library.bundles", ENGINES),
     "open_gallery": ("kinlens.library.galleries", ENGINES),
-    "compare": ("kinlens.library.quality", ENGINES),
+    "compare": ("kinlens.library.galleries", ENGINES),
     "compare_plans": ("kinlens.library.upkeep", ENGINES),
     "import_gallery": ("kinlens.library.upkeep", ENGINES),
     "plan": ("kinlens.library.upkeep", ENGINES),

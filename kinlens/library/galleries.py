@@ -1,7 +1,7 @@
-"""Galleries in the caller's process, without a service: open, create and build them."""
+"""Galleries in the caller's process, without a service: open, create, build and compare them."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, Unpack, get_args
 
@@ -38,13 +38,15 @@ from kinlens.indexer.ingest.parts import (
     check_ray,
     embed_missing,
 )
+from kinlens.indexer.ingest.products import PRODUCTS
 from kinlens.indexer.ingest.sources import Source
 from kinlens.indexer.types import MILVUS, OTHER_MODEL, VectorType, checked_name
 from kinlens.library.additions import warn_of
 from kinlens.library.bundles import Device, check_choice, check_folder, load_bundle
 from kinlens.library.gallery import Gallery as Gallery
 from kinlens.library.images import about, source_of
-from kinlens.library.stores import Store, fit_probabilities, open_store
+from kinlens.library.stores import Store, fit_probabilities, folder_of, open_store
+from kinlens.quality import compare as comparison
 from kinlens.reports import Report
 
 Model = OnnxEmbedder | Path | str
@@ -310,6 +312,57 @@ def embed(
         omitted=manifest.omitted,
         out=out,
     )
+
+
+def compare(
+    a: Gallery | Folder,
+    b: Gallery | Folder,
+    queries: Collection[str] | None = None,
+    *,
+    attribute: str | None = None,
+    k: int = 10,
+    sample: int = 1000,
+) -> comparison.Comparison:
+    """Search two galleries of the same items, by different models, for neighbours of these items.
+
+    A hit is right if it has the value of the query's `attribute`. The query itself does not count.
+
+    Args:
+        a, b: the galleries; `b` is judged against `a`.
+        queries: keys of the items to search for; None for up to `sample` that both have.
+        attribute: names the product; None for `product`, else `class`.
+        k: the number of hits that are compared.
+
+    Returns:
+        A report: recall of both, the interval of the change, and how many hits are the same.
+
+    Raises: InvalidParameterError for an attribute that `a` does not have, or if the galleries have
+        none of the items in common.
+
+    Examples:
+        >>> report = kinlens.compare(gallery, rebuilt)
+        >>> report.new.recall_at_1 >= report.old.recall_at_1
+        True
+    """
+    lack = "is searched and changed only"
+    old, new = (one if isinstance(one, Folder) else folder_of(one.store, lack) for one in (a, b))
+    known = old.schema()
+    if attribute is None:
+        attribute = next((name for name in PRODUCTS if name in known), PRODUCTS[-1])
+    if attribute not in known:
+        raise InvalidParameterError(
+            f"attribute = {attribute!r}: gallery {old.name} has "
+            f"{', '.join(known) or 'no attributes'}. Name the one that distinguishes products."
+        )
+    if isinstance(queries, str):
+        raise InvalidParameterError(f"queries = {queries!r:.80} must be a list of keys.")
+    report = comparison.compare(old, new, attribute, k, sample, queries)
+    if not report.queries:
+        raise InvalidParameterError(
+            f"Galleries {old.name} and {new.name} have none of these items in common. Compare "
+            "galleries with the same keys."
+        )
+    return report
 
 
 def _wrapped(store: Store, embedder: Embedder | None) -> Gallery:

@@ -1,11 +1,11 @@
-"""Judge galleries: labelled queries, calibration, near-duplicates, and two models compared.
+"""Judge galleries: labelled queries, calibration and near-duplicates.
 
 `GalleryCare` has what concerns one gallery, and its upkeep, as methods of `kinlens.Gallery`.
 """
 
 import contextlib
 import csv
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
 from inspect import signature
@@ -42,14 +42,12 @@ from kinlens.indexer.checks.verify import VerifyReport
 from kinlens.indexer.galleries import current_manifest
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.images import read_image
-from kinlens.indexer.ingest.products import PRODUCTS
 from kinlens.indexer.ingest.tables import read_table
 from kinlens.library import upkeep
 from kinlens.library.hits import Searcher
 from kinlens.library.images import crop_of
 from kinlens.library.images import read_image as given_image
 from kinlens.library.stores import Store, folder_of
-from kinlens.quality import compare as comparison
 from kinlens.quality.calibration import GalleryCalibration
 from kinlens.quality.calibrator import Calibrator
 from kinlens.quality.golden import GoldenSet, NewQuery
@@ -375,56 +373,6 @@ def duplicates(
         crowds=list(clusters_of(gallery, near)),
         groups=groups,
     )
-
-
-def compare(
-    a: "GalleryCare | Gallery",
-    b: "GalleryCare | Gallery",
-    queries: Collection[str] | None = None,
-    *,
-    attribute: str | None = None,
-    k: int = 10,
-    sample: int = 1000,
-) -> comparison.Comparison:
-    """Search two galleries of the same items, by different models, for neighbours of these items.
-
-    A hit is right if it has the value of the query's `attribute`. The query itself does not count.
-
-    Args:
-        a, b: the galleries; `b` is judged against `a`.
-        queries: keys of the items to search for; None for up to `sample` that both have.
-        attribute: names the product; None for `product`, else `class`.
-        k: the number of hits that are compared.
-
-    Returns:
-        A report: recall of both, the interval of the change, and how many hits are the same.
-
-    Raises: InvalidParameterError for an attribute that `a` does not have, or if the galleries have
-        none of the items in common.
-
-    Examples:
-        >>> report = kinlens.compare(gallery, rebuilt)
-        >>> report.new.recall_at_1 >= report.old.recall_at_1
-        True
-    """
-    old, new = (one if isinstance(one, Gallery) else _gallery(one) for one in (a, b))
-    known = old.schema()
-    if attribute is None:
-        attribute = next((name for name in PRODUCTS if name in known), PRODUCTS[-1])
-    if attribute not in known:
-        raise InvalidParameterError(
-            f"attribute = {attribute!r}: gallery {old.name} has "
-            f"{', '.join(known) or 'no attributes'}. Name the one that distinguishes products."
-        )
-    if isinstance(queries, str):
-        raise InvalidParameterError(f"queries = {queries!r:.80} must be a list of keys.")
-    report = comparison.compare(old, new, attribute, k, sample, queries)
-    if not report.queries:
-        raise InvalidParameterError(
-            f"Galleries {old.name} and {new.name} have none of these items in common. Compare "
-            "galleries with the same keys."
-        )
-    return report
 
 
 def _store(opened: Searcher) -> Store:

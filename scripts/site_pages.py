@@ -10,6 +10,7 @@ a sentence about each in `llms.txt` (https://llmstxt.org).
 """
 
 import csv
+import inspect
 import io
 import json
 import posixpath
@@ -20,6 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from html import unescape
 from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +78,12 @@ class Sections(griffe.Extension):
     """Show sections of docstrings that are written on one line, such as "Returns: a list"."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        wrapped = re.fullmatch(r"_method\(\w+, ([\w.]+)\)", str(getattr(obj, "value", "")))
+        if wrapped:  # a method that is a function elsewhere, see kinlens/library/quality.py
+            function = attrgetter(wrapped[1])(import_module(obj.module.path))
+            signature = [*inspect.signature(function).parameters][1:]
+            text = f"A method ({', '.join(signature)}).\n\n{inspect.getdoc(function)}"
+            obj.docstring = griffe.Docstring(text, parent=obj)
         if obj.docstring is not None:
             text = obj.docstring.value
             text = re.sub(r"^(Returns|Raises): (?=\S)", r"**\1**: ", text, flags=re.MULTILINE)
@@ -294,6 +302,8 @@ def python_page() -> str:
         text += f"\n## `{module}`\n"
         for name in [f"{module}.{name}" for name in names] or [module]:
             text += f"\n::: {name}\n"
+            if name == "kinlens.Gallery":
+                text += "    options:\n      inherited_members: true\n"
     return text
 
 

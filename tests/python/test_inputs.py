@@ -303,6 +303,7 @@ def test_a_bundle_says_what_it_is_and_how_good(bundle: Any, make_tiny_bundle: An
         (3, "3 is no source of images"),
         ([(photo(1), "a")], "Row 1 has <PIL.Image.Image"),
         (pd.DataFrame({"path": ["a.png"]}), "must have path and class"),
+        (pd.DataFrame({"path": ["a.png", "b.png"], "class": ["x", None]}), "Row 2, b.png, has no"),
         (iter([]), "list of images is empty"),
     ],
 )

@@ -121,7 +121,8 @@ def _rows(images: Any) -> tuple[list[str], list[Any], int]:
     for row in rows:
         if not isinstance(row, tuple | list) or len(row) != len(names):
             raise JobError(f"{row!r:.200} is not a pair (path, class). Give one for each image.")
-    if "path" not in names or not {"label", "class", "product"} & {*names}:
+    labels = [column for column in ("label", "class", "product") if column in names]
+    if "path" not in names or not labels:
         raise JobError(
             f"The table has the columns {', '.join(names)}. It must have path and class."
         )
@@ -131,6 +132,9 @@ def _rows(images: Any) -> tuple[list[str], list[Any], int]:
     for number, row in enumerate(rows, 1):
         if not isinstance(row[at], str | Path) or not row[at]:
             raise JobError(f"Row {number} has {row[at]!r:.200} in place of the path of an image.")
+        label = row[names.index(labels[0])]
+        if label is None or label != label or not str(label).strip():
+            raise JobError(f"Row {number}, {row[at]}, has no {labels[0]}. Give it one, or drop it.")
     return names, rows, at
 
 

@@ -411,7 +411,9 @@ def _keys_in(items: Any) -> list[str]:
     keys = []
     for value in items.to_pylist() if hasattr(items, "to_pylist") else items:  # of Arrow
         if (key := key_in(value)) is None:
-            raise InvalidParameterError(f"The key {about(value)} is no text or whole number.")
+            raise InvalidParameterError(
+                f"The key {about(value)} is neither a text nor a whole number."
+            )
         keys.append(key)
     if len({*keys}) < len(keys):
         [[key, _]] = Counter(keys).most_common(1)

@@ -97,10 +97,10 @@ def test_keys_are_texts_paths_or_whole_numbers(
 @pytest.mark.parametrize(
     ("keys", "vectors", "fault"),
     [
-        ([None, "b"], VECTORS, "key None is no text or whole number"),
-        ([float("nan"), "b"], VECTORS, "key nan is no text"),
-        ([b"a", "b"], VECTORS, "key b'a' is no text"),
-        ([True, "b"], VECTORS, "key True is no text"),
+        ([None, "b"], VECTORS, "key None is neither a text nor a whole number"),
+        ([float("nan"), "b"], VECTORS, "key nan is neither a text"),
+        ([b"a", "b"], VECTORS, "key b'a' is neither a text"),
+        ([True, "b"], VECTORS, "key True is neither a text"),
         ("ab", VECTORS, "'ab' must be a list of keys"),
         (["a", "a"], VECTORS, "Key 'a' occurs twice"),
         ([str(n % 4096) for n in range(4097)], np.ones((4097, TINY_DIM)), "'0' occurs twice"),

@@ -199,8 +199,11 @@ def exclusive(path: Path, *, wait: bool) -> Iterator[bool]:
 @contextlib.contextmanager
 def shared(path: Path) -> Iterator[bool]:
     """Lock the file `path` in shared mode; yields False if a process has it exclusively."""
-    with path.open("a+", encoding="ascii") as file:
-        yield lock(file.fileno(), alone=False, wait=False)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # a fifth of the time of `open`
+    try:
+        yield lock(descriptor, alone=False, wait=False)
+    finally:
+        os.close(descriptor)
 
 
 def holder(path: Path) -> str:

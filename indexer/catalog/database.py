@@ -57,8 +57,11 @@ class Catalog:
     def __init__(self, path: Path, *, writable: bool = False) -> None:
         """Use `open`, which also checks the file."""
         self.path = path
+        self._log = path.with_name(f"{path.name}-wal")  # contains the latest changes
+        self._log_index = path.with_name(f"{path.name}-shm")
+        self._vectors = path.parent / VECTORS
         self._writable = writable
-        self._unchanged: _Stamp | None = None
+        self._unchanged: tuple[int, ...] | None = None
         self._is_disk_full = False
         self._idle: _Idle = deque()
         self._has_views = False  # or else the file is of an earlier version
@@ -173,7 +176,7 @@ class Catalog:
             raise write_error(self.path, error) from error
         except OSError as error:
             raise GalleryWriteError(
-                f"Nothing was written to {self.path.parent / VECTORS}: {error.strerror or error}. "
+                f"Nothing was written to {self._vectors}: {error.strerror or error}. "
                 "Free space on the disk, check its limits and health, and try again."
             ) from error
         finally:
@@ -187,7 +190,7 @@ class Catalog:
         if self._define_views(connection):
             assert view.file is not None
             return CatalogWriter(connection, view.file, view.state())
-        file = convert(view, self.path.parent / VECTORS)
+        file = convert(view, self._vectors)
         connection.execute("COMMIT")
         del file  # until now, it kept a compaction from deleting the vectors
         return self._begin_writing(connection)
@@ -204,8 +207,7 @@ class Catalog:
             except FileNotFoundError:
                 connection.execute("ROLLBACK")
         raise GalleryCorruptError(
-            f"The vectors of {self.path.name} are missing in {self.path.parent / VECTORS}. "
-            f"{RESTORE}."
+            f"The vectors of {self.path.name} are missing in {self._vectors}. {RESTORE}."
         )
 
     def _define_views(self, connection: sqlite3.Connection) -> bool:
@@ -220,7 +222,7 @@ class Catalog:
         """Open the file of vectors of a view. Raises: FileNotFoundError, GalleryCorruptError."""
         state = view.state()
         if state.vectors is not None:
-            view.file = VectorFile.open(self.path.parent / VECTORS / state.vectors, state.dim)
+            view.file = VectorFile.open(self._vectors / state.vectors, state.dim)
             if not (self._writable or self._closed):
                 self._file = view.file  # keep it open; not in a writer, which may be idle for long
 
@@ -277,7 +279,7 @@ class Catalog:
         """
         if self._closed:
             raise GalleryError(f"{self.path} is closed. Open the gallery again.")
-        if self._unchanged is not None and self._unchanged != _stamp(self.path):
+        if self._unchanged is not None and self._unchanged != self._stamp():
             self._read_without_locks()
         idle = self._idle
         try:
@@ -325,7 +327,7 @@ class Catalog:
 
     def _shorten_log(self, connection: sqlite3.Connection) -> None:
         """Truncate a long log. SQLite does not do this while there is always a running search."""
-        size = _bytes(_log(self.path))
+        size = _bytes(self._log)
         if size <= self._log_limit:
             return
         is_busy = 1
@@ -356,13 +358,22 @@ class Catalog:
         """Whether the log has changes. On a disk that was full, also whether a writer may add some:
         each connection with locks has a whole index of the log.
         """
-        return _bytes(_log(self.path)) > 0 or (
-            self._is_disk_full and _bytes(_log_index(self.path)) >= _LOG_INDEX_BYTES
+        return _bytes(self._log) > 0 or (
+            self._is_disk_full and _bytes(self._log_index) >= _LOG_INDEX_BYTES
         )
+
+    def _stamp(self) -> tuple[int, ...]:
+        """Times, inodes and sizes of the file and its log: they differ after a change."""
+        found = [_bytes(self._log_index)]
+        for file in (self.path, self._log):
+            with contextlib.suppress(OSError):
+                status = file.stat()
+                found += [status.st_mtime_ns, status.st_ino, status.st_size]
+        return tuple(found)
 
     def _read_without_locks(self) -> None:
         is_over = self._is_disk_full and self._has_log()
-        self._unchanged = None if is_over else _stamp(self.path)
+        self._unchanged = None if is_over else self._stamp()
         before, self._idle = self._idle, deque()
         while before:
             before.pop().close()
@@ -376,28 +387,6 @@ def catalog_view(path: Path) -> Iterator[CatalogView]:
     """
     with contextlib.closing(Catalog.open(path)) as catalog, catalog.reading() as view:
         yield view
-
-
-_Stamp = tuple[int, ...]
-
-
-def _stamp(path: Path) -> _Stamp:
-    """Times, inodes and sizes of the file and its log: they differ after a change."""
-    found = [_bytes(_log_index(path))]
-    for file in (path, _log(path)):
-        with contextlib.suppress(OSError):
-            status = file.stat()
-            found += [status.st_mtime_ns, status.st_ino, status.st_size]
-    return tuple(found)
-
-
-def _log(path: Path) -> Path:
-    """The write-ahead log, which contains the latest changes."""
-    return path.with_name(f"{path.name}-wal")
-
-
-def _log_index(path: Path) -> Path:
-    return path.with_name(f"{path.name}-shm")
 
 
 def _bytes(path: Path) -> int:

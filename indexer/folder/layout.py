@@ -104,7 +104,7 @@ class GalleryFolder:
     def current_name(self) -> str | None:
         """The name of the current generation; None if there is no gallery."""
         try:
-            return (self.path / CURRENT).read_text(encoding="utf-8", errors="replace").strip()
+            return (self.path / CURRENT).read_bytes().decode(errors="replace").strip()
         except (FileNotFoundError, NotADirectoryError):
             return None
 

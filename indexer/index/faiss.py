@@ -1,5 +1,6 @@
 """An immutable FAISS index over unit vectors, searched by inner product."""
 
+import weakref
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -158,6 +159,9 @@ class SegmentIndex:
         needed = self._type.gpu_bytes(count, self.dim, parameters)
         load = self._type.on_gpu(self._vectors, self._codes)
         self._gpu = GpuCopy(name, load, needed, self.dim)
+        # Without waiting, since any thread may drop the last reference; and not at exit, when CUDA
+        # may already be shut down.
+        weakref.finalize(self, self._gpu.end).atexit = False
 
     @property
     def gpu(self) -> GpuCopy | None:

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from pathlib import Path
 import faiss
 import numpy as np
 
-from kinlens.embedder.errors import EngineUnavailableError, ProviderError
+from kinlens.embedder.errors import ProviderError
 from kinlens.embedder.types import Embeddings
 from kinlens.environment import child_environment
 from kinlens.indexer.types import Ids, Scores
@@ -52,7 +51,6 @@ TEMP_BYTES = 256 * 2**20
 LEAST_BYTES = 16 * 2**20
 """Vectors smaller than this in total are searched on the CPU, in a millisecond or two."""
 
-_LOAD_S, _LOAD_BYTES_PER_S = 120.0, 50e6  # for a slow disk without page cache
 _WARM_K, _WARM_EFFORT = 20, 64
 TRIAL_S = 60.0
 TRIAL = """
@@ -156,45 +154,46 @@ class _Request:
     answer: "Future[Answer]" = field(default_factory=Future)
 
 
-class GpuThread:
-    """A thread that owns an index on the GPU and batches all waiting searches.
+class GpuCopy:
+    """A copy of an index on the GPU, owned by a thread that batches all waiting searches, since
+    FAISS allows only one thread at a time to use an index on a GPU. Thread safe.
 
-    FAISS allows only one thread at a time to use an index on a GPU.
+    `reason` explains why it does not answer; None while it does. After an error, such as a lack of
+    memory that the index which this one replaces may still use, copying is retried after a pause.
     """
 
-    def __init__(self, make: Callable[[], Search], load_s: float = _LOAD_S) -> None:
-        """Create the index with `make`.
-
-        Raises: ProviderError if `make` takes longer than `load_s`; any error of `make`.
-        """
-        self.is_lost = False
+    def __init__(self, name: str, load: Callable[[], Search], gpu_bytes: float, dim: int) -> None:
+        """`load` copies the index, which needs `gpu_bytes`; `name` is for the log."""
+        self.reason: str | None = "it is being copied to the GPU"
+        self.gpu_mb = gpu_bytes / _MIB
+        self._name = name
+        self._make = partial(_warmed, load, dim)
         self._requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._is_closed = False
+        self._is_tried, self._is_over = threading.Event(), threading.Event()
+        self._batch: list[_Request] = []  # which the thread answers now
         self._began: float | None = None  # start of the running FAISS call, if any
-        ready: Future[None] = Future()
-        self._thread = threading.Thread(
-            target=self._run, args=(make, ready), name="gpu", daemon=True
-        )
+        self._is_warned = False
+        self._thread = threading.Thread(target=self._run, name="gpu", daemon=True)
         self._thread.start()
-        try:
-            ready.result(load_s)
-        except TimeoutError:
-            self.end()
-            raise ProviderError(f"copying it to the GPU took over {load_s:.0f} s") from None
 
-    def search(self, queries: Embeddings, k: int, effort: int) -> Answer:
-        """Scores and positions, possibly computed in a batch with other threads' queries.
+    def wait(self, limit_s: float | None = None) -> bool:
+        """Wait up to `limit_s` seconds for the first copy; whether it has succeeded or failed."""
+        return self._is_tried.wait(limit_s)
 
-        Raises: EngineUnavailableError after `close`; ProviderError if the GPU hangs or has hung
-            before; any error of the index.
+    @property
+    def is_there(self) -> bool:
+        """Whether the GPU currently answers."""
+        return self.reason is None
+
+    def search(self, queries: Embeddings, k: int, effort: int) -> Answer | None:
+        """Up to MAX_K hits for each query (Q, D), possibly computed in a batch with other threads'
+        queries; None if the CPU has to search.
         """
         request = _Request(queries, k, effort)
         with self._lock:
-            if self.is_lost:
-                raise _hung()
-            if self._is_closed:
-                raise EngineUnavailableError("The index on the GPU was closed.")
+            if self.reason is not None:
+                return None
             self._requests.put(request)
         while True:
             try:
@@ -202,56 +201,77 @@ class GpuThread:
             except TimeoutError:
                 began = self._began
                 if began is not None and time.monotonic() - began > SEARCH_S:
-                    self.is_lost = True
-                    self.end()
-                    raise _hung() from None
-
-    @property
-    def waiting(self) -> int:
-        """Number of searches in the queue."""
-        return self._requests.qsize()
+                    # A GPU that hangs does not recover on its own.
+                    if self.end(f"one search on the GPU took more than {SEARCH_S:g} s"):
+                        self._warn()
+                    return None
+            except Exception:  # the CPU can answer after any error
+                return None
 
     def close(self) -> None:
-        """Answer the searches in the queue, then release the index."""
-        self.end()
-        if threading.current_thread() is not self._thread and not self.is_lost:
+        """Free the GPU memory after the searches in the queue are answered."""
+        if self.is_there and self.end() and threading.current_thread() is not self._thread:
             self._thread.join(SEARCH_S)
 
-    def end(self) -> None:
-        """`close` without waiting until the index is released."""
+    def end(self, reason: str = "it was closed") -> bool:
+        """`close` without waiting until the memory is free; whether it was not over yet."""
         with self._lock:
-            if not self._is_closed:
-                self._is_closed = True
-                self._requests.put(None)
+            if self._is_over.is_set():
+                return False
+            self.reason = reason
+            self._is_over.set()
+            self._requests.put(None)
+            return True
 
-    def _run(self, make: Callable[[], Search], ready: "Future[None]") -> None:
-        try:
-            search = make()
-        except BaseException as error:
-            # The traceback would keep the copied data on the GPU.
-            ready.set_exception(error.with_traceback(None))
-            return
-        ready.set_result(None)
-        while batch := self._next_batch():
-            for group in _same_parameters(batch):
+    def _run(self) -> None:
+        pause_s = RETRY_S
+        while not self._is_over.is_set():
+            try:
+                self._serve()
+            except Exception as error:  # the CPU can answer after any error
+                self._fail(error.with_traceback(None))  # which would keep the copy on the GPU
+                self._is_tried.set()
+                if isinstance(error, ProviderError):
+                    return  # a missing GPU does not recover on its own
+                self._is_over.wait(pause_s)
+                pause_s = min(2 * pause_s, MAX_RETRY_S)
+
+    def _serve(self) -> None:
+        """Copy the index, and answer searches until the end. Raises: any error of the index."""
+        self._check_memory()
+        search = self._make()
+        with self._lock:
+            if self._is_over.is_set():
+                return
+            self.reason, self._is_warned = None, False
+        self._is_tried.set()
+        _log.info("%s is searched on the GPU, with %s MB", self._name, f"{self.gpu_mb:,.0f}")
+        while self._next_batch():
+            for group in _same_parameters(self._batch):
                 self._answer(search, group)
 
-    def _next_batch(self) -> list[_Request]:
-        """The requests in the queue, up to MAX_ROWS queries; empty after `close`."""
-        request = self._requests.get()
-        if request is None:
-            return []
-        batch = [request]
-        while sum(len(one.queries) for one in batch) < MAX_ROWS:
+    def _check_memory(self) -> None:
+        """Raises: MemoryError if the GPU has too little; ProviderError without a GPU."""
+        free_mb = gpu_memory().free_mb
+        if self.gpu_mb + RESERVE_MB > free_mb:
+            raise MemoryError(
+                f"it needs {self.gpu_mb:,.0f} MB of GPU memory, of which {free_mb:,.0f} MB "
+                f"are free and {RESERVE_MB:,.0f} MB are reserved for the model"
+            )
+
+    def _next_batch(self) -> bool:
+        """Wait for requests, and take up to MAX_ROWS queries; False at the end."""
+        self._batch = []
+        while sum(len(one.queries) for one in self._batch) < MAX_ROWS:
             try:
-                request = self._requests.get_nowait()
+                request = self._requests.get(block=not self._batch)
             except queue.Empty:
                 break
             if request is None:
                 self._requests.put(None)  # always the last request: end after this batch
                 break
-            batch.append(request)
-        return batch
+            self._batch.append(request)
+        return bool(self._batch)
 
     def _answer(self, search: Search, requests: list[_Request]) -> None:
         queries = np.concatenate([request.queries for request in requests])
@@ -261,10 +281,6 @@ class GpuThread:
                 self._began = time.monotonic()
                 part = queries[start : start + MAX_ROWS]
                 found.append(search(part, requests[0].k, requests[0].effort))
-        except BaseException as error:
-            for request in requests:
-                request.answer.set_exception(error.with_traceback(None))
-            return
         finally:
             self._began = None
         scores, positions = (np.concatenate(parts) for parts in zip(*found, strict=True))
@@ -274,9 +290,23 @@ class GpuThread:
             request.answer.set_result((scores[row:end], positions[row:end]))
             row = end
 
+    def _fail(self, error: Exception) -> None:
+        """Let the CPU answer the requests of the batch, and all that wait."""
+        with self._lock:
+            if not self._is_over.is_set():
+                self.reason = faiss_reason(error)
+            waiting = self._batch
+            while not self._requests.empty():
+                waiting += [one for one in [self._requests.get()] if one is not None]
+        for request in waiting:
+            if not request.answer.done():
+                request.answer.set_exception(error)
+        if not self._is_warned:
+            self._warn()
 
-def _hung() -> ProviderError:
-    return ProviderError(f"one search on the GPU took more than {SEARCH_S:g} s")
+    def _warn(self) -> None:
+        self._is_warned = True
+        _log.warning("%s is searched on the CPU: %s", self._name, self.reason)
 
 
 def _same_parameters(batch: list[_Request]) -> list[list[_Request]]:
@@ -285,115 +315,6 @@ def _same_parameters(batch: list[_Request]) -> list[list[_Request]]:
     for request in batch:
         groups.setdefault((request.k, request.effort), []).append(request)
     return list(groups.values())
-
-
-class GpuCopy:
-    """A copy of an index on the GPU, created in a background thread. Thread safe.
-
-    `reason` explains why it does not answer; None while it does. If memory is lacking, copying is
-    retried later, since the index that this one replaces may still use it. The GPU memory is freed
-    soon after the last reference to this object is dropped.
-    """
-
-    def __init__(self, name: str, load: Callable[[], Search], gpu_bytes: float, dim: int) -> None:
-        """`load` copies the index, which needs `gpu_bytes`; `name` is for the log."""
-        self.reason: str | None = "it is being copied to the GPU"
-        self.gpu_mb = gpu_bytes / _MIB
-        self._name = name
-        self._make = partial(_warmed, load, dim)
-        self._thread: GpuThread | None = None
-        self._lock = threading.Lock()
-        self._is_tried = threading.Event()
-        self._is_logged = False
-        self._retry_at: float | None = None
-        self._pause_s = RETRY_S
-        self._is_closed = False
-        self._start()
-
-    def wait(self, limit_s: float | None = None) -> bool:
-        """Wait up to `limit_s` seconds for the first copy; whether it has succeeded or failed."""
-        return self._is_tried.wait(limit_s)
-
-    @property
-    def is_there(self) -> bool:
-        """Whether the GPU currently answers. Starts a retry if it is due."""
-        if self._thread is not None:
-            return True
-        with self._lock:
-            is_due = self._retry_at is not None and time.monotonic() > self._retry_at
-            if is_due:
-                self._retry_at = None
-        if is_due:
-            self._start()
-        return False
-
-    def search(self, queries: Embeddings, k: int, effort: int) -> Answer | None:
-        """Up to MAX_K hits for each query (Q, D); None if the CPU has to search."""
-        thread = self._thread
-        if thread is None:
-            return None
-        try:
-            return thread.search(queries, k, effort)
-        except Exception as error:  # the CPU can answer after any error
-            self._disable(thread, error)
-            return None
-
-    def close(self) -> None:
-        """Free the GPU memory after the searches in the queue are answered."""
-        with self._lock:
-            self._is_closed, self._retry_at = True, None
-            thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.close()
-
-    def _start(self) -> None:
-        threading.Thread(target=self._copy, name="gpu-copy", daemon=True).start()
-
-    def _copy(self) -> None:
-        try:
-            free_mb = gpu_memory().free_mb
-            if self.gpu_mb + RESERVE_MB > free_mb:
-                raise MemoryError(
-                    f"it needs {self.gpu_mb:,.0f} MB of GPU memory, of which {free_mb:,.0f} MB "
-                    f"are free and {RESERVE_MB:,.0f} MB are reserved for the model"
-                )
-            thread = GpuThread(self._make, _LOAD_S + self.gpu_mb * _MIB / _LOAD_BYTES_PER_S)
-        except Exception as error:  # the CPU can answer after any error
-            self._fail(error)
-        else:
-            self._install(thread)
-        self._is_tried.set()
-
-    def _install(self, thread: GpuThread) -> None:
-        with self._lock:
-            if self._is_closed:
-                thread.end()
-                return
-            self._thread, self.reason, self._is_logged = thread, None, False
-        # Without joining, since any thread may drop the last reference; and not at exit, when CUDA
-        # may already be shut down.
-        weakref.finalize(self, thread.end).atexit = False
-        _log.info("%s is searched on the GPU, with %s MB", self._name, f"{self.gpu_mb:,.0f}")
-
-    def _disable(self, thread: GpuThread, error: Exception) -> None:
-        """Stop using the GPU. Called by every search in the failed batch; only the first acts."""
-        with self._lock:
-            if self._thread is not thread:
-                return
-            self._thread = None
-        thread.end()
-        self._fail(error)
-
-    def _fail(self, error: Exception) -> None:
-        with self._lock:
-            self.reason = faiss_reason(error)
-            is_new, self._is_logged = not self._is_logged, True
-            # A missing or hung GPU does not recover on its own.
-            if not (isinstance(error, ProviderError) or self._is_closed):
-                self._retry_at = time.monotonic() + self._pause_s
-                self._pause_s = min(2 * self._pause_s, MAX_RETRY_S)
-        if is_new:
-            _log.warning("%s is searched on the CPU: %s", self._name, self.reason)
 
 
 def _warmed(load: Callable[[], Search], dim: int) -> Search:

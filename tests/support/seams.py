@@ -12,7 +12,6 @@ from kinlens.indexer.exchange.objects import ObjectFolder
 from kinlens.indexer.exchange.publish import publish
 from kinlens.indexer.folder.layout import GalleryFolder
 from kinlens.indexer.index.faiss import SegmentIndex
-from kinlens.indexer.index.gpu import GpuThread
 from kinlens.indexer.index.index_types import Effort
 from kinlens.indexer.index.plan import plan_compaction, plan_index
 from kinlens.indexer.index.segment import Segment

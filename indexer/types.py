@@ -564,7 +564,7 @@ def no_item(item_id: ItemId) -> str:
 def no_key(key: str) -> str:
     """The error message for an unknown key."""
     return (
-        f"The gallery has no item with the key {key!r}. Keys are case-sensitive; "
+        f"The gallery has no item with the key {key!r:.200}. Keys are case-sensitive; "
         "`kinlens-index show` prints an item."
     )
 

@@ -35,7 +35,7 @@ _COLUMNS = "id, key, path, sha256, format, attributes, crc"
 _ITEM = f"SELECT {_COLUMNS} FROM living"  # noqa: S608 (a constant)
 _ROWS = """
 SELECT json_group_array(json_array(id, key, path, hex(sha256), format, attributes, crc)),
-    (SELECT seq FROM state) FROM living WHERE id IN """
+    max(changed_seq) FROM living WHERE id IN """
 _ITEMS = f"{_ITEM} WHERE id IN (SELECT value FROM json_each(?))"  # noqa: S608 (two constants)
 _BY_KEY = f"{_ITEM} WHERE key IN (SELECT value FROM json_each(?))"  # noqa: S608
 _BY_CONTENT = """
@@ -135,19 +135,23 @@ class CatalogView:
     def rows(self, ids: Sequence[ItemId], seq: int) -> dict[ItemId, Row] | None:
         """The columns that a search needs of the items with these ids; unknown ids are omitted.
 
-        A single statement, so it needs no transaction. None if the catalogue is not at the write
-        `seq`, or if it has none of these items.
+        A single statement, so it needs no transaction: the rows are those of the write `seq`, also
+        if others followed it. None if one has changed since, or if there are none of these items.
         """
         # One text for all rows: sqlite3 releases the GIL at each row and has to reacquire it.
         try:
             if len(ids) <= _AS_VARIABLES:
-                [(text, at)] = self._all(f"{_ROWS}({','.join('?' * len(ids))})", *ids)
+                [(text, changed)] = self._all(f"{_ROWS}({','.join('?' * len(ids))})", *ids)
             else:
-                [(text, at)] = self._all(f"{_ROWS}(SELECT value FROM json_each(?))", str(ids))  # noqa: S608
+                [(text, changed)] = self._all(
+                    f"{_ROWS}(SELECT value FROM json_each(?))",  # noqa: S608
+                    str(ids),
+                )
         except sqlite3.OperationalError:
             return None  # invalid text; the caller then reads row by row and names the item
         rows = [(*row[:3], bytes.fromhex(row[3]), *row[4:]) for row in _DECODE(text)[0]]
-        if not rows or at != seq:
+        # A damaged one may be no number.
+        if not rows or not isinstance(changed, int) or changed > seq:
             return None
         attributes = self._attributes_of(rows)
         return {

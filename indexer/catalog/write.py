@@ -29,7 +29,7 @@ from kinlens.indexer.catalog.schema import (
 )
 from kinlens.indexer.catalog.vectors import VectorFile
 from kinlens.indexer.filters.tree import Filter
-from kinlens.indexer.types import Entry, Ids, Item, Written, has_image
+from kinlens.indexer.types import Entry, Ids, Item, Written, has_image, no_key
 from kinlens.values import AttributeType, AttributeValue
 
 Attributes = Mapping[str, AttributeValue]
@@ -135,7 +135,7 @@ class CatalogWriter(CatalogView):
             items = {k: item for k, item in items.items() if within.matches(item.attributes)}
         missing = [key for key in changes if key not in items]
         if missing:
-            raise ItemNotFoundError(f"No item has the key {missing[0]!r:.200}. Add it first.")
+            raise ItemNotFoundError(no_key(missing[0]))
         types = self._types_with(
             {
                 key: {name: value for name, value in change.items() if value is not None}

@@ -37,7 +37,7 @@ from kinlens.indexer.exchange.milvus_index import (
     search_parameters,
 )
 from kinlens.indexer.filters.text import Where, as_filter
-from kinlens.indexer.types import Entry, Item, OnCall, unobserved
+from kinlens.indexer.types import Entry, Item, OnCall, no_key, unobserved
 
 MAX_HITS = 16_384
 """The maximum number of hits per query on Milvus."""
@@ -251,10 +251,7 @@ class Collection:
         found = by_key(keys, {row["key"]: row for row in self.lookup("key", keys, fields)})
         missing = [key for key in keys if key not in found]
         if missing:
-            raise ItemNotFoundError(
-                f"The gallery has no item with the key {missing[0]!r:.200}. Keys are "
-                "case-sensitive. Add the item first."
-            )
+            raise ItemNotFoundError(no_key(missing[0]))
         return [found[key] for key in keys]
 
     def pages(

@@ -48,7 +48,6 @@ class SnapshotKeeper:
         self._collector = _Collector(generation)
         self._refreshing = threading.Lock()
         self._opener: threading.Thread | None = None
-        self._next: Snapshot | None = None
         self._failed: tuple[Base | None, float] = (None, 0.0)
         self._is_closed = False
         self._snapshot: Snapshot | None = None
@@ -134,47 +133,27 @@ class SnapshotKeeper:
 
     def _is_newest(self, current: Snapshot, state: State) -> bool:
         """Whether the snapshot is of this state and of its segment; else that is to be opened."""
-        return current.state == state and current.base == state.base and self._next is None
+        return current.state == state and current.base == state.base
 
     def _advanced(self, view: CatalogView, state: State) -> Snapshot | None:
         current = self._snapshot
         if current is not None and state.is_before(current.state):
             return None
-        is_needed = current is None or (
-            current.base != state.base and not self._can_keep(current, state)
-        )
-        if is_needed and not self._has_next(state):
-            with self._refreshing:  # another thread may be opening it
-                pass
-            if not self._has_next(state):
-                self._next = Snapshot.load(view, state, self._opened(state))
-        following = self._next
-        if following is not None and following.base == state.base:
-            if current is None or current.base != state.base:
-                if state.is_before(following.state):
-                    return None
-                current = following
-            self._next = None  # or two threads have opened it; cached masks are of the first
-        elif following is not None and following.state.is_before(state):
-            self._next = None  # a later compaction has replaced it
-        assert current is not None
-        if current.state != state:
-            current = current.advanced(view, state)
-        self._check_size(current)
-        self._snapshot = current
-        return current
+        if current is None or (current.base != state.base and not self._can_keep(current, state)):
+            current = Snapshot.load(view, state, self._opened(state))
+        return self._installed(current, view, state)
 
-    def _has_next(self, state: State) -> bool:
-        """Whether the segment of this state is open, but no search has used it yet."""
-        return self._next is not None and self._next.base == state.base
-
-    def _check_size(self, snapshot: Snapshot) -> None:
-        if snapshot.size != snapshot.state.size:
+    def _installed(self, snapshot: Snapshot, view: CatalogView, state: State) -> Snapshot:
+        """Advance a snapshot to a state, and let searches use it. Raises: GalleryCorruptError."""
+        if snapshot.state != state:
+            snapshot = snapshot.advanced(view, state)
+        if snapshot.size != state.size:
             raise GalleryCorruptError(
                 f"The index of {self.generation} has {snapshot.size:,} items, the catalogue "
-                f"counts {snapshot.state.size:,}: it is damaged. Restore a backup: kinlens-index "
-                "restore."
+                f"counts {state.size:,}: it is damaged. Restore a backup: kinlens-index restore."
             )
+        self._snapshot = snapshot
+        return snapshot
 
     def _opened(self, state: State) -> Segment | None:
         """Open the segment of a state; waits until it is on the GPU, if there is one, unless a
@@ -200,9 +179,7 @@ class SnapshotKeeper:
         """Whether searches can use the present segment while a thread opens the new one."""
         if not _knows(current, state):
             return False
-        following, opener = self._next, self._opener
-        is_opening = opener is not None and opener.is_alive()
-        is_opening |= following is not None and following.base == state.base
+        is_opening = self._opener is not None and self._opener.is_alive()
         if not is_opening and not self._just_failed(state.base):
             self._opener = threading.Thread(target=self.refresh, name="segment")
             self._opener.start()
@@ -233,17 +210,19 @@ class SnapshotKeeper:
                 following = Snapshot.load(view, state, segment)
                 if self._columns is not None:  # searches use filters
                     self.columns_of(Reading(view, following))
-                self._next = following
+            # Searches wait for this short step: so none is beyond the state of the view.
+            with self._advancing, self.catalog.reading() as view:
+                state, current = view.state(), self._snapshot
+                is_used = current is None or current.base == base  # a search could not wait
+                if state.base == base and not is_used:
+                    self._installed(following, view, state)
         except FileNotFoundError:
             return  # replaced by another compaction
         except Exception as error:  # such as a MemoryError; searches keep the current segment
             logging.getLogger(__name__).warning("a new segment cannot be opened: %s", error)
             self._failed = base, time.monotonic()
-            return
         finally:
             self._refreshing.release()
-        with contextlib.suppress(GalleryError):  # the next search raises it
-            self.newest()
 
     def _just_failed(self, base: Base) -> bool:
         """Whether opening this segment failed a short time ago."""
@@ -258,7 +237,7 @@ class SnapshotKeeper:
         with self._refreshing:
             pass
         with self._advancing:
-            self._snapshot = self._next = None
+            self._snapshot = None
         self._collector.finish()
 
 

@@ -431,8 +431,9 @@ def _check_options(k: int, options: SearchOptions) -> None:
     check_at_least("offset", options.offset, 0)
     if options.effort is not None:
         check_at_least("effort", options.effort, 1)
-    _check_cosine("min_score", options.min_score)
-    _check_cosine("near", options.near)
+    for name, cosine in (("min_score", options.min_score), ("near", options.near)):
+        if cosine is not None:
+            check_number(name, cosine, -1, 1)
     if options.reorders:
         _check_reordering(options)
     if not isinstance(options.exclude, set | frozenset):
@@ -468,17 +469,6 @@ def check_number(name: str, value: Any, low: float, high: float) -> None:
     if not is_number or not low <= value <= high or math.isinf(value):
         limits = "finite" if math.isinf(low) else f"from {low:g} to {high:g}"
         raise InvalidParameterError(f"{name} = {value!r:.80}; give a number, {limits}.")
-
-
-def _check_cosine(name: str, value: object) -> None:
-    if value is None:
-        return
-    is_number = isinstance(value, int | float | np.integer | np.floating)
-    if not is_number or not -1.0 <= value <= 1.0:  # type: ignore[operator]
-        raise InvalidParameterError(
-            f"{name} = {value!r:.80} is outside -1..1, the range of a cosine "
-            "similarity. Choose a number in this range, or omit it."
-        )
 
 
 def check_at_least(name: str, value: object, least: int) -> None:

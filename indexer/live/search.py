@@ -231,8 +231,8 @@ def _plain_hits(
 ) -> list[list[Hit]] | None:
     """The fast path without reordering and deduplication: half the time of `best_hits`.
 
-    Takes the order of the index and reads only the rows that are returned. None if the rows come
-    from another state than the snapshot.
+    Takes the order of the index and reads only the rows that are returned. None if one of them has
+    changed since the snapshot, or is removed.
     """
     options.checkpoint()
     depth = options.offset + k

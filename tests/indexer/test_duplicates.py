@@ -320,6 +320,6 @@ def test_near_duplicates_of_a_remote_gallery_are_refused_and_search_excludes_the
     assert len(keys) == 5
     assert sum(key.startswith(("hat/c", "hat/small", "hat/twin")) for key in keys) == 1
     wrong = ("search", twins, "--like", "f.gif", "--near")
-    assert "near = 2.0 is outside -1..1" in failure(run(*wrong, "2"))
+    assert "near = 2.0; give a number, from -1 to 1" in failure(run(*wrong, "2"))
     line = failure(run(*wrong, "0.9", "--group-by", "class"))
     assert "--near cannot be combined with groups. Use --distinct" in line

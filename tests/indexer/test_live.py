@@ -48,7 +48,7 @@ def keys(gallery: Gallery, where: Filter | None = None) -> set[str]:
     return {hit.key for hit in hits}
 
 
-@pytest.mark.parametrize("kind", ["another item", "a hit changes", "a hit goes"])
+@pytest.mark.parametrize("kind", ["another item", "a hit changes", "a hit is removed"])
 def test_a_search_is_repeated_only_if_a_write_has_changed_one_of_its_hits(
     gallery: Gallery, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:

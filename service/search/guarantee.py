@@ -62,16 +62,19 @@ def offered(served: Served) -> dict[str, float | None]:
     """
     if served.calibrator is None or withdrawn(served) != "":
         return {}
-    found = served.calibrator.guarantee()
+    guarantee = served.calibrator.guarantee
 
     def first(rule: Callable[[float], object], *shares: float) -> float | None:
         for share in shares:
-            with contextlib.suppress(InvalidParameterError):  # too few labels
+            with contextlib.suppress(InvalidParameterError):  # too few labels, or it ends now
                 rule(share)
                 return share
         return None
 
-    return {"guarantee": first(found.sets, 0.95), "accept": first(found.decisions, 0.99, 0.95)}
+    return {
+        "guarantee": first(lambda level: guarantee().sets(level), 0.95),
+        "accept": first(lambda accept: guarantee().decisions(accept), 0.99, 0.95),
+    }
 
 
 def described(found: Guaranteed) -> dict[str, Any]:

@@ -16,9 +16,9 @@ from kinlens.commands.options import (
     NoCompactOption,
     StoreArgument,
     VectorTypeOption,
-    place_of,
 )
 from kinlens.embedder.bundle import Bundle
+from kinlens.embedder.engines.models import place_of
 from kinlens.embedder.errors import BundleMismatchError
 from kinlens.embedder.programs.console import command, print_lines, print_report
 from kinlens.embedder.types import SHORT
@@ -26,7 +26,7 @@ from kinlens.indexer.folder.layout import GalleryFolder
 from kinlens.indexer.folder.manifest import REPORT, name_of
 from kinlens.indexer.index.plan import IndexSettings, plan_index
 from kinlens.indexer.ingest.build import BuildSettings
-from kinlens.indexer.ingest.embed import failure_lines
+from kinlens.indexer.ingest.embed import EmbedSettings, failure_lines
 from kinlens.indexer.ingest.shards import VectorShards
 from kinlens.indexer.types import VectorType
 from kinlens.library.bundles import bundle_folder
@@ -91,7 +91,7 @@ def build(
     """
     if images and root:
         raise typer.BadParameter("Pass IMAGES or --root, not both: they mean the same.")
-    images, settings = images or root, index.over(IndexSettings())
+    images, settings = images or root, IndexSettings().changed(**index.choice)
     if vectors is not None:
         if images or csv or split:
             raise typer.BadParameter("Pass --vectors or images, not both.")
@@ -107,13 +107,14 @@ def build(
     dim = embedder.first(dims or embedder.dim).dim
     plan = plan_index(source.count, dim, settings, vector_type)
     if not json:
+        place = place_of(embedder.provider, embedder.mode, embedder.precision_reason)
         print_lines(
             f"Found {source.count:,} images in the {source.description}. "
-            f"Dimension {dim}, model {place_of(embedder)}.",
+            f"Dimension {dim}, model {place}.",
             *source.omitted.lines(),
             *plan.lines(),
         )
-    made = BuildSettings(name, batches.settings, settings, vector_type, folder, dims)
+    made = BuildSettings(name, EmbedSettings(**batches.choice), settings, vector_type, folder, dims)
     gallery, report = build_source(source, embedder, out, made, shown=True)
     text = (
         f"Gallery {out}, generation {report.generation}: {report.indexed:,} items "

@@ -1,19 +1,18 @@
 """Options that several commands share, and functions that interpret them."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import typer
 
-from kinlens.embedder.engines.models import OPENVINO, PROVIDERS, SessionSettings
+from kinlens.embedder.engines.models import SessionSettings
 from kinlens.embedder.machine import core_count
 from kinlens.embedder.manifest import AskedEngine, AskedPrecision
 from kinlens.embedder.programs.console import JsonOption as JsonOption
 from kinlens.embedder.session import Embedder, OnnxEmbedder
 from kinlens.indexer.index.index_types import Device, IndexKind
-from kinlens.indexer.index.plan import IndexChoice, IndexSettings
-from kinlens.indexer.ingest.embed import EmbedSettings
+from kinlens.indexer.index.plan import IndexChoice
 from kinlens.indexer.types import VectorType
 from kinlens.library.bundles import bundle_folder
 from kinlens.library.images import BatchChoice, crop_of
@@ -79,11 +78,6 @@ VectorTypeOption = Annotated[
 NoCompactOption = Annotated[
     bool, typer.Option("--no-compact", help="Do not compact the index, even if it is due.")
 ]
-_DEVICES = {
-    PROVIDERS["cpu"]: "the CPU",
-    PROVIDERS["cuda"]: "the GPU",
-    OPENVINO: "the CPU with OpenVINO",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,14 +122,9 @@ class BatchOptions:
     workers: Annotated[int, typer.Option(min=0, max=256, help="Threads; 0: one per core.")] = 0
 
     @property
-    def settings(self) -> EmbedSettings:
-        """The settings of the indexer."""
-        return EmbedSettings(self.batch_size, self.workers)
-
-    @property
     def choice(self) -> BatchChoice:
         """The options as the library takes them."""
-        return BatchChoice(batch_size=self.batch_size, workers=self.workers)
+        return cast(BatchChoice, asdict(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,25 +138,7 @@ class IndexOptions:
     target_recall: RecallOption = None
     index_device: IndexDeviceOption = None
 
-    def over(self, settings: IndexSettings) -> IndexSettings:
-        """These settings with the options that were given."""
-        return settings.changed(**self.choice)
-
     @property
     def choice(self) -> IndexChoice:
         """The options as the library takes them."""
-        return IndexChoice(
-            index=self.index,
-            memory_mb=self.memory_mb,
-            target_recall=self.target_recall,
-            index_device=self.index_device,
-        )
-
-
-def place_of(embedder: Embedder) -> str:
-    """Where a model runs, and in which precision: "on the CPU in fp32"."""
-    reason = embedder.precision_reason
-    device = _DEVICES.get(embedder.provider, embedder.provider)
-    return f"on {device} in {embedder.mode.precision}" + (
-        "" if reason == "asked for" else f" ({reason})"
-    )
+        return cast(IndexChoice, asdict(self))

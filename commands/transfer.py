@@ -1,8 +1,9 @@
 """kinlens-index export, import, backup, restore, publish: copy galleries."""
 
 import contextlib
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -36,6 +37,61 @@ def export(
     print_report({"file": str(file), "items": count}, json, f"{count:,} items in {file}.")
 
 
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name]
+
+
+@dataclass(frozen=True, slots=True)
+class ImportOptions:
+    """How to read vectors, and which gallery to make of them."""
+
+    name: Annotated[
+        str | None, typer.Option(help="Name of the gallery in URLs; by default that of SOURCE.")
+    ] = None
+    index: Annotated[
+        Literal["auto", IndexKind, MilvusIndex] | None,
+        typer.Option(
+            help="Index type; auto picks one that fits the memory. ivf-flat, ivf-rabitq and "
+            "diskann are for Milvus, ivf-pq for a folder."
+        ),
+    ] = None
+    memory_mb: MemoryOption = None
+    target_recall: RecallOption = None
+    index_device: IndexDeviceOption = None
+    vector_type: VectorTypeOption = "fp32"
+    bundle: Annotated[
+        Path | None, typer.Option(help="The bundle that computed your own vectors.")
+    ] = None
+    model: Annotated[
+        str | None, typer.Option(help="Name of the model of your own vectors, without a bundle.")
+    ] = None
+    key_column: Annotated[
+        str | None, typer.Option(help="Column of the keys, such as key, id, sku.")
+    ] = None
+    vector_column: Annotated[str | None, typer.Option(help="Column of the vectors.")] = None
+    columns: Annotated[
+        Any,
+        typer.Option(
+            parser=_names,
+            metavar="<str>",
+            help="Columns to store as attributes: colour,price; by default all others.",
+        ),
+    ] = None
+    keys: Annotated[
+        Path | None, typer.Option(help="Text file with one key per line, for a .npy file.")
+    ] = None
+    csv: Annotated[
+        Path | None,
+        typer.Option(help="CSV list for a .npy file: column key and attributes, row by row."),
+    ] = None
+    image_root: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR", help="Folder or address of the images in the columns path and sha256."
+        ),
+    ] = None
+
+
 @command(app, "kinlens-index import shop.parquet --out galleries/shop --index hnsw", name="import")
 def import_(
     sources: Annotated[
@@ -50,72 +106,14 @@ def import_(
         str,
         typer.Option("--out", help="Folder of the new gallery, or milvus://HOST:PORT/NAME."),
     ],
-    name: Annotated[
-        str | None, typer.Option(help="Name of the gallery in URLs; by default that of SOURCE.")
-    ] = None,
-    index: Annotated[
-        Literal["auto", IndexKind, MilvusIndex] | None,
-        typer.Option(
-            help="Index type; auto picks one that fits the memory. ivf-flat, ivf-rabitq and "
-            "diskann are for Milvus, ivf-pq for a folder."
-        ),
-    ] = None,
-    memory_mb: MemoryOption = None,
-    target_recall: RecallOption = None,
-    device: IndexDeviceOption = None,
-    vector_type: VectorTypeOption = "fp32",
-    bundle: Annotated[
-        Path | None, typer.Option(help="The bundle that computed your own vectors.")
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="Name of the model of your own vectors, without a bundle.")
-    ] = None,
-    key_column: Annotated[
-        str | None, typer.Option(help="Column of the keys, such as key, id, sku.")
-    ] = None,
-    vector_column: Annotated[str | None, typer.Option(help="Column of the vectors.")] = None,
-    columns: Annotated[
-        str | None,
-        typer.Option(help="Columns to store as attributes: colour,price; by default all others."),
-    ] = None,
-    keys: Annotated[
-        Path | None, typer.Option(help="Text file with one key per line, for a .npy file.")
-    ] = None,
-    csv: Annotated[
-        Path | None,
-        typer.Option(help="CSV list for a .npy file: column key and attributes, row by row."),
-    ] = None,
-    image_root: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DIR", help="Folder or address of the images in the columns path and sha256."
-        ),
-    ] = None,
+    options: ImportOptions,
     json: JsonOption = False,
 ) -> None:
     """Import a gallery from an exported file, vectors, or a gallery in another engine.
 
     An existing gallery is replaced. To resume an interrupted import, run the same command again.
     """
-    report = upkeep.import_gallery(
-        sources,
-        gallery,
-        name=name,
-        vector_type=vector_type,
-        bundle=bundle,
-        model=model,
-        key_column=key_column,
-        vector_column=vector_column,
-        columns=columns and [column.strip() for column in columns.split(",") if column],
-        keys=keys,
-        csv=csv,
-        image_root=image_root,
-        shown=True,
-        index=index,
-        memory_mb=memory_mb,
-        target_recall=target_recall,
-        index_device=device,
-    )
+    report = upkeep.import_gallery(sources, gallery, shown=True, **asdict(options))
     print_report(
         report, json, f"Gallery {gallery} ({report.name}): {report.items:,} items imported."
     )

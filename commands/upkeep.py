@@ -17,13 +17,11 @@ from kinlens.commands.options import (
     VectorTypeOption,
 )
 from kinlens.embedder.programs.console import command, print_report
-from kinlens.indexer.checks.stats import stats_of
+from kinlens.indexer.checks.stats import stats_lines, stats_of
 from kinlens.indexer.gallery import Gallery
 from kinlens.library import quality, stores, upkeep
 
 app = typer.Typer()
-
-_TABLES = ("formats", "attributes")
 
 
 @command(app, "kinlens-index compact galleries/shop --index hnsw")
@@ -89,11 +87,7 @@ def stats(gallery: StoreArgument, json: JsonOption = False) -> None:
     """Show facts about a gallery: size, index, disk and attributes."""
     with stores.opened(gallery) as store:
         facts = stats_of(store)
-    lines = []
-    for name, value in facts.items():
-        shown = ", ".join(f"{k} {v:,}" for k, v in value.items()) if name in _TABLES else value
-        lines.append(f"{name.replace('_', ' '):16} {'-' if shown is None else shown}")
-    print_report(facts, json, *lines)
+    print_report(facts, json, *stats_lines(facts))
 
 
 @command(app, "kinlens-index verify galleries/shop --bundle bundles/shop --sample 500")

@@ -20,7 +20,13 @@ def _needs(missing: ModuleNotFoundError) -> SystemExit:
 try:
     import typer
 
-    from kinlens.embedder.programs.console import Command, VersionOption, new_program, print_error
+    from kinlens.embedder.programs.console import (
+        VersionOption,
+        add_group,
+        command,
+        new_program,
+        print_error,
+    )
     from kinlens.training.commands.data import app as data_app
     from kinlens.training.commands.fit import crossval, fit, new, report, search, tournament
     from kinlens.training.commands.models import evaluate, export
@@ -39,8 +45,10 @@ _GROUPS: dict[str, dict[str, Callable[..., None]]] = {
     },
 }  # fmt: skip
 for title, members in _GROUPS.items():
-    for name, command in members.items():
-        app.command(name, cls=Command, rich_help_panel=title)(command)
+    group = typer.Typer()
+    for name, function in members.items():
+        command(group, name=name)(function)
+    add_group(app, title, group)
 app.add_typer(data_app, name="data", rich_help_panel="Research")
 
 

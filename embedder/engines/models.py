@@ -35,6 +35,12 @@ PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 OPENVINO = "OpenVINOExecutionProvider"
 """The name of OpenVINO in reports, in the style of onnxruntime."""
 
+_DEVICES = {
+    PROVIDERS["cpu"]: "the CPU",
+    PROVIDERS["cuda"]: "the GPU",
+    OPENVINO: "the CPU with OpenVINO",
+}
+
 _PROVIDER_OPTIONS: dict[str, dict[str, str]] = {
     "cpu": {},
     "cuda": {
@@ -185,6 +191,12 @@ def load(path: Path, settings: SessionSettings, mode: Mode) -> Model:
         raise ProviderError(fault)
     kind = OpenVinoModel if mode.engine == "openvino" else OnnxRuntimeModel
     return kind(path, settings, mode.precision)
+
+
+def place_of(provider: str, mode: Mode, reason: str) -> str:
+    """Where a model runs, and in which precision: "on the CPU in fp32"."""
+    device = _DEVICES.get(provider, provider)
+    return f"on {device} in {mode.precision}" + ("" if reason == "asked for" else f" ({reason})")
 
 
 def absence(mode: Mode, device: str = "cpu") -> str | None:

@@ -1,6 +1,7 @@
 """Statistics of a gallery."""
 
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,15 @@ def stats_of(store: VectorStore) -> dict[str, Any]:
         "attributes": {name: count for name, count in attributes.items() if count},
     }
     return found | _of_folder(store) if isinstance(store, Gallery) else found
+
+
+def stats_lines(facts: Mapping[str, Any]) -> Iterator[str]:
+    """A line for each of the statistics of `stats_of`."""
+    for name, value in facts.items():
+        shown = value
+        if isinstance(value, dict):
+            shown = ", ".join(f"{each} {count:,}" for each, count in value.items())
+        yield f"{name.replace('_', ' '):16} {'-' if shown is None else shown}"
 
 
 def _of_folder(gallery: Gallery) -> dict[str, Any]:

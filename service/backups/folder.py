@@ -43,6 +43,7 @@ from kinlens.indexer.galleries import (
 from kinlens.indexer.types import Progress
 from kinlens.indexer.uploads import UploadFolder
 from kinlens.quality.golden import GoldenSet
+from kinlens.reports import Report
 from kinlens.service.access.keys import KEYS_FILE, KeyStore
 from kinlens.service.galleries.locations import Locations, list_bundles
 from kinlens.service.jobs.store import JOBS_FILE, JobStore
@@ -86,7 +87,7 @@ class SavedBundle(BaseModel, frozen=True):
     primary: bool
 
 
-class Backup(BaseModel, frozen=True):
+class Backup(Report, BaseModel, frozen=True):
     """The contents of a backup. `not_contained` lists other data and how to save it; `damaged`
     lists images that were already damaged.
     """
@@ -98,6 +99,15 @@ class Backup(BaseModel, frozen=True):
     bundles: tuple[SavedBundle, ...]
     not_contained: tuple[str, ...]
     damaged: tuple[str, ...] = ()
+
+    def lines(self) -> Iterator[str]:
+        """What is contained, and what is not."""
+        yield f"of {self.created_at}, {len(self.bundles)} bundles"
+        for gallery in self.galleries:
+            counts = f"{gallery.items:,} items, {gallery.pictures:,} uploaded images"
+            yield f"  gallery {gallery.name}: {counts}"
+        yield from (f"  damaged before the backup: {text}" for text in self.damaged)
+        yield from (f"  not included: {text}" for text in self.not_contained)
 
 
 class LastBackup(BaseModel, frozen=True):

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from kinlens.embedder.errors import KinlensError
-from kinlens.embedder.programs.console import JsonOption
+from kinlens.embedder.programs.console import JsonOption, print_report
 from kinlens.embedder.programs.progress import progress_bar
 from kinlens.service.backups import folder as backups
 from kinlens.service.commands import options
@@ -31,7 +31,7 @@ def backup(
     settings = options.read_settings(**given)
     with progress_bar(None, "Copying", "bytes", shown=True) as advance:
         report = backups.back_up(settings, out, advance)
-    _show(report, as_json, f"Backup {out}")
+    print_report(report, as_json, f"Backup {out}: {report}")
 
 
 @options.command(
@@ -51,12 +51,12 @@ def restore(
     if check:
         with progress_bar(size, "Checking", "bytes", shown=True) as advance:
             report = backups.check(source, advance)
-        _show(report, as_json, f"Backup {source} is complete")
+        print_report(report, as_json, f"Backup {source} is complete: {report}")
         return
     folder = options.read_settings(state=state).require_state("A restore")
     with progress_bar(2 * size, "Restoring", "bytes", shown=True) as advance:
         report = backups.restore(source, folder, advance)
-    _show(report, as_json, f"Restored {source}")
+    print_report(report, as_json, f"Restored {source}: {report}")
     hidden = _hidden(folder)
     if not as_json:
         primary = [one.bundle_id for one in report.bundles if one.primary]
@@ -80,17 +80,3 @@ def _hidden(state: Path) -> dict[str, str]:
         return Locations(options.read_settings(state=state)).hidden()
     except (KinlensError, OSError) as error:
         return {"": str(error)}
-
-
-def _show(report: backups.Backup, as_json: bool, title: str) -> None:
-    if as_json:
-        typer.echo(report.model_dump_json(indent=2))
-        return
-    typer.echo(f"{title}: of {report.created_at}, {len(report.bundles)} bundles")
-    for gallery in report.galleries:
-        counts = f"{gallery.items:,} items, {gallery.pictures:,} uploaded images"
-        typer.echo(f"  gallery {gallery.name}: {counts}")
-    for text in report.damaged:
-        typer.echo(f"  damaged before the backup: {text}")
-    for text in report.not_contained:
-        typer.echo(f"  not included: {text}")

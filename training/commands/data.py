@@ -1,13 +1,12 @@
 """kinlens-train data: render, download, split, doctor."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from kinlens.embedder.programs.console import command
-from kinlens.training.commands.options import AllowPartial, section
+from kinlens.embedder.programs.console import JsonOption, command, print_report
+from kinlens.training.commands.options import AllowPartial
 from kinlens.training.library import api
 
 app = typer.Typer(
@@ -29,11 +28,7 @@ def render(
 
     Example: kinlens-train data render /tmp/shop --products 90
     """
-    from kinlens.training.config.settings import RenderedData
-
-    numbers = {"products": products, "views": views, "size_px": size_px, "seed": seed}
-    section(RenderedData, kind="rendered", root=str(out), **numbers)
-    api.render(out, **numbers)
+    api.render(out, products=products, views=views, size_px=size_px, seed=seed)
     typer.echo(f"{products * views} images in {out}")
 
 
@@ -102,7 +97,7 @@ def doctor(
         typer.Option(help="Folder of `kinlens-serve feedback export` on these images. Repeatable."),
     ] = None,
     whole: Annotated[bool, typer.Option("--all", help="List all cases of each problem.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Report all problems of a data set folder; exit code 1 if there are any to fix.
 
@@ -116,10 +111,6 @@ def doctor(
         allow_partial=allow_partial,
         feedback=feedback or (),
     )
-    if as_json:
-        typer.echo(json.dumps(report.as_dict(), indent=2))
-    else:
-        for line in report.lines(whole):
-            typer.echo(line)
+    print_report(report.as_dict(), as_json, *report.lines(whole))
     if not report.healthy:
         raise typer.Exit(1)

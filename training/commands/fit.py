@@ -8,13 +8,11 @@ import typer
 
 from kinlens.embedder.errors import JobError
 from kinlens.training.commands.options import (
-    AllowPartial,
     ChooseByTest,
     Data,
     JobName,
-    Overrides,
+    JobOptions,
     Verbose,
-    settings_of,
     stoppable,
 )
 from kinlens.training.library import api
@@ -26,11 +24,10 @@ _RESUME = "Call again with the same --out to resume."
 
 def fit(
     job: JobName,
+    changes: JobOptions,
     out: Annotated[Path | None, typer.Option(help="Run folder; default runs/NAME.")] = None,
-    overrides: Overrides = None,
     resume: Annotated[bool, typer.Option(help="Continue from the run's last checkpoint.")] = False,
     choose_by_test: ChooseByTest = False,
-    allow_partial: AllowPartial = False,
     verbose: Verbose = False,
     track: Annotated[
         list[str] | None,
@@ -47,7 +44,7 @@ def fit(
 
     torchrun --nproc-per-node=4 --no-python kinlens-train fit cub-proxy-anchor
     """
-    settings = job_of(job, settings_of(overrides, allow_partial))
+    settings = job_of(job, changes.settings)
     settings.protocol.require_flag(choose_by_test)
     # Imported after the job is read, as torch takes seconds.
     from kinlens.training.distributed import is_main
@@ -85,20 +82,17 @@ def new(
 
 def crossval(
     job: JobName,
+    changes: JobOptions,
     folds: Annotated[int, typer.Option(min=2, help="Number of folds.")] = 10,
     out: Annotated[Path | None, typer.Option(help="Folder; default runs/NAME-crossval.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the folds.")] = 0,
-    overrides: Overrides = None,
-    allow_partial: AllowPartial = False,
 ) -> None:
     """Cross validate a job over its train classes; finished folds are not trained again.
 
     Example: kinlens-train crossval cars196-half --folds 10 --out runs/cars-crossval
     """
     with stoppable(_RESUME):
-        found = api.crossval(
-            job, folds=folds, out=out, seed=seed, settings=settings_of(overrides, allow_partial)
-        )
+        found = api.crossval(job, folds=folds, out=out, seed=seed, settings=changes.settings)
     for name, score in found.items():
         typer.echo(f"{name} {score['mean']:.2f} ± {score['std']:.2f}")
 
@@ -106,6 +100,7 @@ def crossval(
 def search(
     job: JobName,
     space: Annotated[Path, typer.Option(help="TOML file: a range or values for each setting.")],
+    changes: JobOptions,
     trials: Annotated[int, typer.Option(min=1, help="Trials in all, finished ones included.")] = 50,
     out: Annotated[Path | None, typer.Option(help="Folder; default runs/NAME-search.")] = None,
     validation: Annotated[
@@ -119,8 +114,6 @@ def search(
         typer.Option(help="tpe learns from earlier trials; grid tries every combination of steps."),
     ] = "tpe",
     seed: Annotated[int, typer.Option(min=0, help="Seed of the sampler.")] = 0,
-    overrides: Overrides = None,
-    allow_partial: AllowPartial = False,
 ) -> None:
     """Search for the settings that find most on validation classes, without test classes.
 
@@ -136,7 +129,7 @@ def search(
             epochs=epochs,
             sampler=sampler,
             seed=seed,
-            settings=settings_of(overrides, allow_partial),
+            settings=changes.settings,
         )
     typer.echo(f"best: trial {best.number}, R@1 {best.score:.2f} on validation classes")
     for name, value in best.values.items():
@@ -145,11 +138,10 @@ def search(
 
 def tournament(
     grid: Annotated[Path, typer.Argument(help="TOML file: a base job and the lists to combine.")],
+    changes: JobOptions,
     out: Annotated[Path | None, typer.Option(help="Folder; default runs/GRID.")] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Print the runs and stop.")] = False,
     choose_by_test: ChooseByTest = False,
-    overrides: Overrides = None,
-    allow_partial: AllowPartial = False,
 ) -> None:
     """Train every combination of a grid and rank them; finished runs are not trained again.
 
@@ -157,10 +149,13 @@ def tournament(
 
     Example: kinlens-train tournament grid.toml --out runs/tournament
     """
-    settings = settings_of(overrides, allow_partial)
     with stoppable(_RESUME):
         found = api.tournament(
-            grid, out=out, plan=plan, choose_by_test=choose_by_test, settings=settings
+            grid,
+            out=out,
+            plan=plan,
+            choose_by_test=choose_by_test,
+            settings=changes.settings,
         )
     if plan:
         for run in found:

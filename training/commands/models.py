@@ -1,19 +1,19 @@
 """kinlens-train evaluate and export: measure a model, and write its bundle."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kinlens.embedder.programs.console import JsonOption, print_lines, print_report
 from kinlens.training.commands.options import (
+    NONE,
     Overrides,
     Precisions,
     WithMap,
-    precisions_of,
-    section,
 )
 from kinlens.training.library import api
+from kinlens.training.library.sources import section
 
 if TYPE_CHECKING:
     from kinlens.embedder.bundle import Bundle
@@ -30,7 +30,7 @@ _OPEN_CLIP = "open_clip:"
 
 def evaluate(
     source: Annotated[Path, typer.Argument(help="A run folder or a model bundle.")],
-    overrides: Overrides = None,
+    overrides: Overrides = NONE,
     data: Annotated[
         Path | None,
         typer.Option(help="Other images: a folder of class folders, or a CSV (path,class)."),
@@ -46,7 +46,7 @@ def evaluate(
         Path | None,
         typer.Option(help="Also draw the embeddings in the plane (t-SNE): a .png, .svg or .pdf."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Recall@K and MAP@R of a run or bundle, on the test images of its job or on other images.
 
@@ -65,16 +65,16 @@ def evaluate(
         precision=precision,
         engine=engine,
         plot=plot,
-        settings=overrides or (),
+        settings=overrides,
     )
-    typer.echo(json.dumps(figures) if as_json else "\n".join(figures.lines()))
+    print_report({**figures}, as_json, *figures.lines())
 
 
 def export(
     run: Annotated[Path | None, typer.Argument(help="Run folder.")] = None,
     out: Annotated[Path, typer.Option(help="Bundle folder to write.")] = Path("bundle"),
-    overrides: Overrides = None,
-    precision: Precisions = None,
+    overrides: Overrides = NONE,
+    precisions: Precisions = NONE,
     skip_refused: Annotated[
         bool,
         typer.Option(
@@ -136,7 +136,6 @@ def export(
         raise typer.BadParameter("--trunk needs a run; give its folder")
     if (run is None) == (backbone is None):
         raise typer.BadParameter("give either a run folder or --backbone NAME")
-    precisions = precisions_of(precision)
     if backbone is not None:
         from kinlens.training.bundles.bundle import export_backbone
         from kinlens.training.config.settings import Input, Model
@@ -157,7 +156,7 @@ def export(
             trunk=trunk,
             with_map=with_map,
             skip_refused=skip_refused,
-            settings=overrides or (),
+            settings=overrides,
         )
         print_facts(bundle)
 
@@ -165,4 +164,4 @@ def export(
 def print_facts(bundle: "Bundle") -> None:
     from kinlens.training.library.measure import facts
 
-    typer.echo("\n".join(facts(bundle)))
+    print_lines(*facts(bundle))

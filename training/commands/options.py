@@ -4,27 +4,28 @@ The modules of the commands import neither torch, numpy nor pydantic: all of the
 each help text and each typing error.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
+from typing import Annotated, Any, get_args
 
 import typer
 
-from kinlens.embedder.errors import InvalidParameterError, JobError
+from kinlens.embedder.errors import InvalidParameterError
 from kinlens.training.config.layers import known_jobs
 from kinlens.training.report.log import note
-
-if TYPE_CHECKING:
-    from kinlens.embedder.manifest import OtherPrecision
 
 JobName = Annotated[str, typer.Argument(help=f"TOML file, or {known_jobs()}.")]
 Data = Annotated[
     Path, typer.Option(help="Your images: a folder for each product, or an images.csv.")
 ]
 Out = Annotated[Path, typer.Option(help="Bundle folder to write.")]
+NONE: Any = ()
+"""The default of an option that is repeated."""
+
 Overrides = Annotated[
-    list[str] | None,
+    list[str],
     typer.Option("--set", help="Change a setting of the job: table.key=value. Repeatable."),
 ]
 AllowPartial = Annotated[
@@ -39,9 +40,25 @@ ChooseByTest = Annotated[
         "--choose-by-test", help="Let test classes choose the epoch; the report will show it."
     ),
 ]
+
+
+def _precision(text: str) -> str:
+    from kinlens.embedder.manifest import OtherPrecision
+
+    known = get_args(OtherPrecision)
+    if text not in known:
+        raise typer.BadParameter(f"{text} is not one of {', '.join(known)}")
+    return text
+
+
 Precisions = Annotated[
-    list[str] | None,
-    typer.Option(help="Also in this precision: int8 or bf16 (CPU), fp16 (GPU). Repeatable."),
+    list[Any],
+    typer.Option(
+        "--precision",
+        parser=_precision,
+        metavar="<str>",
+        help="Also in this precision: int8 or bf16 (CPU), fp16 (GPU). Repeatable.",
+    ),
 ]
 WithMap = Annotated[
     bool,
@@ -49,17 +66,18 @@ WithMap = Annotated[
 ]
 
 
-def settings_of(overrides: Sequence[str] | None, allow_partial: bool) -> list[str]:
-    return [*(overrides or ()), *(["data.allow_partial=true"] if allow_partial else [])]
+@dataclass(frozen=True, slots=True)
+class JobOptions:
+    """Changes to a job."""
 
+    overrides: Overrides = NONE
+    allow_partial: AllowPartial = False
 
-def precisions_of(given: list[str] | None) -> "list[OtherPrecision]":
-    from kinlens.embedder.manifest import OtherPrecision
-
-    known = get_args(OtherPrecision)
-    if unknown := set(given or ()) - {*known}:
-        raise typer.BadParameter(f"--precision {min(unknown)} is not one of {', '.join(known)}")
-    return cast("list[OtherPrecision]", given or [])
+    @property
+    def settings(self) -> list[str]:
+        """The changes as the library takes them."""
+        partial = ["data.allow_partial=true"] if self.allow_partial else []
+        return [*self.overrides, *partial]
 
 
 @contextmanager
@@ -78,16 +96,3 @@ def stoppable(how_to_resume: str) -> Iterator[None]:
     except KeyboardInterrupt:
         note(f"Stopped. {how_to_resume}")
         raise typer.Exit(130) from None
-
-
-def section(kind: type[Any], /, **values: Any) -> Any:
-    """A table of a job from command line options. Raises: JobError."""
-    from pydantic import ValidationError
-
-    from kinlens.training.config.job import explain
-
-    try:
-        return kind(**values)
-    except ValidationError as error:
-        given = {name: f"--{name.replace('_', '-')} {value}" for name, value in values.items()}
-        raise JobError(" ".join(explain(fault, given) for fault in error.errors())) from error

@@ -1,23 +1,24 @@
 """kinlens-train adapt, import, attach and teach-words: the commands of a shop."""
 
-import json
 import shlex
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from kinlens.embedder.programs.console import JsonOption, print_report
 from kinlens.embedder.sources.tables import PRODUCT
 from kinlens.library import models as library
 from kinlens.training.commands.models import print_facts
 from kinlens.training.commands.options import (
+    NONE,
     Data,
     Out,
     Overrides,
     Precisions,
     Verbose,
     WithMap,
-    precisions_of,
     stoppable,
     usage_errors,
 )
@@ -27,26 +28,33 @@ from kinlens.training.report.log import note
 Numbers = tuple[float, float, float]
 
 
-def adapt(
-    data: Data,
-    out: Out,
+@dataclass(frozen=True, slots=True)
+class AdaptOptions:
+    """What `adapt` learns from, and what else it writes."""
+
     backbone: Annotated[
         str, typer.Option(help="Network, also timm:NAME; its weights do not change.")
-    ] = "mobilenet_v2",
+    ] = "mobilenet_v2"
     weights: Annotated[
         str, typer.Option(help='"imagenet", the path of a weight file, or of a bundle.')
-    ] = "imagenet",
+    ] = "imagenet"
     bundle: Annotated[
         Path | None,
         typer.Option(help="Adapt this bundle, also one of `import`: with its network and sizes."),
-    ] = None,
+    ] = None
     run: Annotated[
         Path | None,
         typer.Option(help="Run folder with the report; default runs/adapt-NAME-DIGEST."),
-    ] = None,
-    overrides: Overrides = None,
-    precision: Precisions = None,
-    with_map: WithMap = False,
+    ] = None
+    settings: Overrides = NONE
+    precisions: Precisions = NONE
+    with_map: WithMap = False
+
+
+def adapt(
+    data: Data,
+    out: Out,
+    options: AdaptOptions,
     verbose: Verbose = False,
 ) -> None:
     """Adapt a pretrained model to your images in about a minute, and export the bundle.
@@ -67,18 +75,7 @@ def adapt(
       --set input.size_px=256 --set input.resize_px=288 --set input.test_px=256
     """
     with stoppable("Run the same command again to resume."), usage_errors():
-        made = library.adapt(
-            data,
-            out,
-            bundle=bundle,
-            backbone=backbone,
-            weights=weights,
-            run=run,
-            settings=overrides or (),
-            precisions=precisions_of(precision),
-            with_map=with_map,
-            verbose=verbose,
-        )
+        made = library.adapt(data, out, verbose=verbose, **asdict(options))
     if verbose:
         print_facts(made.bundle)
     _, outcome = made.report.lines()
@@ -99,42 +96,68 @@ def _build(data: Path, out: Path) -> str:
     return shlex.join([*words, "--bundle", str(out), "--out", f"galleries/{name}"])
 
 
-def import_onnx(
-    model: Annotated[Path, typer.Argument(help="An ONNX file.")],
-    size: Annotated[int, typer.Option(help="Side of the images that it takes, in pixels.")],
-    mean: Annotated[str, typer.Option(help="What it subtracts: R,G,B or one number.")],
-    std: Annotated[str, typer.Option(help="What it divides by: R,G,B or one number.")],
-    out: Out,
+def _channels(text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise typer.BadParameter(
+            f"{text} must be one number or three with commas, such as 0.485,0.456,0.406"
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class FileOptions:
+    """What an ONNX file takes and returns."""
+
+    size: Annotated[int, typer.Option(help="Side of the images that it takes, in pixels.")]
+    mean: Annotated[
+        Any,
+        typer.Option(
+            parser=_channels, metavar="<str>", help="What it subtracts: R,G,B or one number."
+        ),
+    ]
+    std: Annotated[
+        Any,
+        typer.Option(
+            parser=_channels, metavar="<str>", help="What it divides by: R,G,B or one number."
+        ),
+    ]
     licence: Annotated[
-        str | None, typer.Option(help="Licence of the model, for its manifest; required.")
-    ] = None,
+        str, typer.Option(help="Licence of the model, for its manifest; required.")
+    ] = ""
     scale: Annotated[
         float, typer.Option(help="The value of a white pixel before mean and std: 1 or 255.")
-    ] = 1.0,
+    ] = 1.0
     pooling: Annotated[
         str | None,
         typer.Option(help="gap for maps (default), cls or mean for tokens, none for vectors."),
-    ] = None,
+    ] = None
     output: Annotated[
         str | None, typer.Option(help="The output, or a value inside, that is the embedding.")
-    ] = None,
+    ] = None
     resize: Annotated[
         int | None, typer.Option(help="Shorter side before the crop; default: size / 0.875.")
-    ] = None,
+    ] = None
     interpolation: Annotated[
         str, typer.Option(help="Filter of the resize: bilinear, bicubic or lanczos.")
-    ] = "bilinear",
+    ] = "bilinear"
     squash: Annotated[
         bool, typer.Option("--squash", help="Resize to a square, whatever the shape of an image.")
-    ] = False,
+    ] = False
     images: Annotated[
         Path | None,
         typer.Option(
             help="Your images, as for adapt: for recall, calibration and other precisions."
         ),
-    ] = None,
-    precision: Precisions = None,
-    name: Annotated[str | None, typer.Option(help="Its name; default: that of the file.")] = None,
+    ] = None
+    precisions: Precisions = NONE
+    name: Annotated[str | None, typer.Option(help="Its name; default: that of the file.")] = None
+
+
+def import_onnx(
+    model: Annotated[Path, typer.Argument(help="An ONNX file.")],
+    out: Out,
+    options: FileOptions,
     verbose: Verbose = False,
 ) -> None:
     """Make a bundle of an ONNX file, after checking its vectors.
@@ -158,77 +181,59 @@ def import_onnx(
       --images /my/shop --precision int8
     """
     with usage_errors():
-        made = library.import_model(
-            model,
-            out,
-            size=size,
-            mean=_channels("--mean", mean),
-            std=_channels("--std", std),
-            licence=licence or "",
-            scale=scale,
-            pooling=pooling,  # type: ignore[arg-type]
-            output=output,
-            resize=resize,
-            interpolation=interpolation,
-            squash=squash,
-            images=images,
-            precisions=precisions_of(precision),
-            name=name,
-        )
+        made = library.import_model(model, out, **asdict(options))
     if verbose:
         print_facts(made.bundle)
     else:
         typer.echo(made.report)
         note(f"Bundle {made.bundle_id[:12]}: {out}")
-    shop = images or "IMAGES"
+    shop = options.images or "IMAGES"
     note(f"Next: kinlens-train adapt --bundle {out} --data {shop} --out BUNDLE")
     note(f"or: kinlens-index build {shop} --bundle {out} --out GALLERY")
 
 
-def _channels(option: str, text: str) -> list[float]:
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError as error:
-        raise typer.BadParameter(
-            f"{option} {text} must be one number or three with commas, such as 0.485,0.456,0.406"
-        ) from error
+@dataclass(frozen=True, slots=True)
+class DetectorOptions:
+    """A detector, its input and its outputs."""
 
-
-def attach(
-    bundle: Annotated[Path, typer.Argument(help="A model bundle.")],
     boxes: Annotated[
         Path, typer.Option(help="An ONNX file that finds objects: boxes, scores, classes.")
-    ],
-    out: Out,
+    ]
     layout: Annotated[
         str,
         typer.Option(
             help="Of its outputs: auto, torchvision, centernet, tensorflow, yolo, yolo-objectness "
             "or yolo-nms."
         ),
-    ] = "auto",
+    ] = "auto"
     size: Annotated[
         int | None, typer.Option(help="Side of its input, if the file leaves it open.")
-    ] = None,
+    ] = None
     scale: Annotated[
         int | None,
         typer.Option(
             help="The value of white, 1 or 255; default: 255 for centernet and tensorflow, else 1."
         ),
-    ] = None,
-    mean: Annotated[Numbers, typer.Option(help="Subtracted from red, green, blue.")] = (0, 0, 0),
-    std: Annotated[Numbers, typer.Option(help="Divides red, green, blue.")] = (1, 1, 1),
+    ] = None
+    mean: Annotated[Numbers, typer.Option(help="Subtracted from red, green, blue.")] = (0, 0, 0)
+    std: Annotated[Numbers, typer.Option(help="Divides red, green, blue.")] = (1, 1, 1)
     stretch: Annotated[
         bool, typer.Option("--stretch", help="Stretch images to its input; default: black bars.")
-    ] = False,
-    threshold: Annotated[float, typer.Option(help="Drop boxes with a lower score.")] = 0.1,
+    ] = False
+    threshold: Annotated[float, typer.Option(help="Drop boxes with a lower score.")] = 0.1
     labels: Annotated[
         Path | None,
         typer.Option(help="Names of its classes, one on each line; default: those in the file."),
-    ] = None,
+    ] = None
     licence: Annotated[
         str | None, typer.Option(help="Of the detector; default: that in the file.")
-    ] = None,
+    ] = None
+
+
+def attach(
+    bundle: Annotated[Path, typer.Argument(help="A model bundle.")],
+    out: Out,
+    options: DetectorOptions,
 ) -> None:
     """Attach a detector to a bundle: searches with crops = auto then use its boxes.
 
@@ -238,20 +243,7 @@ def attach(
 
     kinlens-train attach bundles/shop --boxes yolo.onnx --labels coco.txt --out bundles/shop-boxes
     """
-    made = library.attach(
-        bundle,
-        out,
-        boxes=boxes,
-        layout=layout,
-        size=size,
-        scale=scale,
-        mean=mean,
-        std=std,
-        stretch=stretch,
-        threshold=threshold,
-        labels=labels,
-        licence=licence,
-    )
+    made = library.attach(bundle, out, **asdict(options))
     typer.echo(made.report)
 
 
@@ -281,7 +273,7 @@ def teach_words(
     licence: Annotated[
         str, typer.Option(help="Licence of the text encoder.", metavar="NAME")
     ] = "unspecified",
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Let a gallery be searched with words: its titles, classes and attributes are taught.
 
@@ -309,11 +301,10 @@ def teach_words(
         clicks=clicks,
         licence=licence,
     )
+    # The bundle's own id: its vectors, by which galleries know it, have not changed.
+    bundle_id, held_out = made.bundle.manifest.bundle_id, made.report.figures["held_out"]
+    print_report({"bundle_id": bundle_id, "held_out": held_out}, as_json, *made.report.lines())
     if as_json:
-        # The bundle's own id: its vectors, by which galleries know it, have not changed.
-        found = made.report.figures["held_out"]
-        typer.echo(json.dumps({"bundle_id": made.bundle.manifest.bundle_id, "held_out": found}))
         return
-    typer.echo(made.report)
-    note(f"Bundle {made.bundle.manifest.bundle_id[:12]}: {out}")
+    note(f"Bundle {bundle_id[:12]}: {out}")
     note(f'Next: kinlens-index search {gallery} --text "..." --bundle {out}')

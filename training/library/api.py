@@ -16,7 +16,7 @@ from kinlens.embedder.programs.progress import console, progress_bar
 from kinlens.environment import TRAINING, needs
 from kinlens.training.config.layers import JOBS, read_layers
 from kinlens.training.library.measure import Figures, evaluate, export
-from kinlens.training.library.sources import Images, job_of, load_images, shop_of, summary
+from kinlens.training.library.sources import Images, job_of, load_images, section, shop_of, summary
 from kinlens.training.report.log import Callback, Callbacks, console_listener, note
 
 if TYPE_CHECKING:
@@ -327,9 +327,14 @@ def render(
         views: images of each product.
         size_px: side of an image.
         seed: another seed gives other products.
+
+    Raises: JobError for a number out of range.
     """
     from kinlens.rendered.catalogue import write_catalogue
+    from kinlens.training.config.settings import RenderedData
 
+    numbers = {"products": products, "views": views, "size_px": size_px, "seed": seed}
+    section(RenderedData, kind="rendered", root=str(out), **numbers)
     with progress_bar(products * views, "render products", "images") as advance:
         write_catalogue(Path(out), products, views, size_px, seed, lambda: advance(1))
 

@@ -234,3 +234,16 @@ def summary(split: "Split") -> str:
         f"{name} {len(images):,} images of {images.classes:,} classes"
         for name, images in split.parts.items()
     )
+
+
+def section(kind: type[Any], /, **values: Any) -> Any:
+    """A table of a job from command line options. Raises: JobError."""
+    from pydantic import ValidationError
+
+    from kinlens.training.config.job import explain
+
+    try:
+        return kind(**values)
+    except ValidationError as error:
+        given = {name: f"--{name.replace('_', '-')} {value}" for name, value in values.items()}
+        raise JobError(" ".join(explain(fault, given) for fault in error.errors())) from error

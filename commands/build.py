@@ -11,17 +11,13 @@ from kinlens.commands.options import (
     BatchOptions,
     ImageRootOption,
     IndexOptions,
-    JsonOption,
     ModelOptions,
     NoCompactOption,
     StoreArgument,
     VectorTypeOption,
 )
-from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.engines.models import place_of
-from kinlens.embedder.errors import BundleMismatchError
-from kinlens.embedder.programs.console import command, print_lines, print_report
-from kinlens.embedder.types import SHORT
+from kinlens.embedder.programs.console import Printed, command
 from kinlens.indexer.folder.layout import GalleryFolder
 from kinlens.indexer.folder.manifest import REPORT, name_of
 from kinlens.indexer.index.plan import IndexSettings, plan_index
@@ -80,8 +76,7 @@ def build(
             min=1, help="Keep the first numbers of each vector, of a model trained for it."
         ),
     ] = None,
-    json: JsonOption = False,
-) -> None:
+) -> Printed:
     """Build a gallery from a folder, an address, a CSV list, a dataset split, or `embed` vectors.
 
     Images at an address of fsspec, such as s3://shop/photos, stay there and are not copied.
@@ -97,7 +92,7 @@ def build(
             raise typer.BadParameter("Pass --vectors or images, not both.")
         if dims:
             raise typer.BadParameter("--dims needs images and a bundle; --vectors are kept whole.")
-        _build_of_vectors(vectors, bundle, out, name or name_of(out), index, vector_type, json)
+        yield from _build_of_vectors(vectors, bundle, out, name or name_of(out), index, vector_type)
         return
     if bundle is None:
         raise typer.BadParameter("Pass the model with --bundle, or pass --vectors.")
@@ -106,14 +101,10 @@ def build(
     embedder = model.open(folder)
     dim = embedder.first(dims or embedder.dim).dim
     plan = plan_index(source.count, dim, settings, vector_type)
-    if not json:
-        place = place_of(embedder.provider, embedder.mode, embedder.precision_reason)
-        print_lines(
-            f"Found {source.count:,} images in the {source.description}. "
-            f"Dimension {dim}, model {place}.",
-            *source.omitted.lines(),
-            *plan.lines(),
-        )
+    place = place_of(embedder.provider, embedder.mode, embedder.precision_reason)
+    found = f"Found {source.count:,} images in the {source.description}."
+    text = f"{found} Dimension {dim}, model {place}."
+    yield None, text, *source.omitted.lines(), *plan.lines()
     made = BuildSettings(name, EmbedSettings(**batches.choice), settings, vector_type, folder, dims)
     gallery, report = build_source(source, embedder, out, made, shown=True)
     text = (
@@ -123,7 +114,7 @@ def build(
         f"{report.images_per_s:.1f} images/s."
     ) + report.carried_text
     file = GalleryFolder(out).current() / REPORT
-    print_report(report, json, text, *failure_lines(report.failures, report.found, f"in {file}"))
+    yield report, text, *failure_lines(report.failures, report.found, f"in {file}")
     with gallery:
         fit_probabilities(gallery.store, note)
     exit_with_skipped(report.failures)
@@ -140,8 +131,7 @@ def add(
     split: SplitOption = None,
     image_root: ImageRootOption = None,
     no_compact: NoCompactOption = False,
-    json: JsonOption = False,
-) -> None:
+) -> Printed:
     """Add images to a gallery, or update changed ones, while the gallery is in use.
 
     All paths are relative to the gallery's image root, so IMAGES must be below it. Unchanged images
@@ -154,7 +144,7 @@ def add(
     with opened:
         source = opened.source(place, csv=csv, split=split)
         report = opened.add(source, **batches.choice, upkeep=False)
-        print_report(report, json, *source.omitted.lines(), f"Gallery {gallery}: {report}")
+        yield report, *source.omitted.lines(), f"Gallery {gallery}: {report}"
         stores.compact_if_due(opened.store, no_compact)
     exit_with_skipped(report.failures)
 
@@ -166,24 +156,17 @@ def _build_of_vectors(
     name: str,
     index: IndexOptions,
     vector_type: VectorType,
-    json: bool,
-) -> None:
-    """Build from the vectors of `embed`. A bundle, if given, must be the one that embedded them."""
+) -> Printed:
+    """Build from the vectors of `embed`."""
     shards = VectorShards(vectors)
-    bundle_id = shards.manifest.bundle_id
-    if bundle is not None and Bundle.open(bundle_folder(bundle)).bundle_id != bundle_id:
-        raise BundleMismatchError(
-            f"{vectors} was embedded with bundle {bundle_id[:SHORT]}, not with the one in "
-            f"{bundle}. Pass that bundle, or omit --bundle."
-        )
     report = import_gallery(
-        vectors, out, name=name, vector_type=vector_type, shown=True, **index.choice
+        vectors, out, name=name, bundle=bundle, vector_type=vector_type, shown=True, **index.choice
     )
     text = f"Gallery {out}, generation {report.generation}: {report.items:,} items."
     text += report.carried_text
     skipped = tuple(shards.failures())
     found = shards.manifest.images
-    print_report(report, json, text, *failure_lines(skipped, found, f"in {vectors}/parts"))
+    yield report, text, *failure_lines(skipped, found, f"in {vectors}/parts")
     exit_with_skipped(skipped)
 
 

@@ -7,16 +7,16 @@ from typing import Annotated, Literal
 import typer
 
 from kinlens.commands import stores
-from kinlens.commands.console import err
-from kinlens.commands.options import JsonOption, NoCompactOption, StoreArgument, WhereOption
+from kinlens.commands.options import NoCompactOption, StoreArgument, WhereOption
 from kinlens.embedder.errors import SourceError
-from kinlens.embedder.programs.console import command, print_report
+from kinlens.embedder.programs.console import Printed, command
 from kinlens.embedder.sources.tables import PRODUCT
 from kinlens.indexer.filters.tree import Exists
 from kinlens.indexer.ingest.assignments import assigned, hints
 from kinlens.indexer.ingest.products import changes_by_key
 from kinlens.indexer.ingest.sources import csv_changes
 from kinlens.indexer.ingest.tables import read_keys
+from kinlens.library.stores import note
 from kinlens.values import AttributeType, AttributeValue
 
 app = typer.Typer()
@@ -52,15 +52,21 @@ def update(
         typer.Option(metavar="PRODUCT", help="Value of the attribute product; repeatable."),
     ] = None,
     where: WhereOption = None,
-    json: JsonOption = False,
-) -> None:
+) -> Printed:
     """Change attributes of items, by key, by product or by filter, without embedding their images.
 
     All changes are made or none, except with --where, which commits 10,000 items at a time. A value
     has the type of the attribute in the gallery. A new attribute is text, unless it is written as
     NAME:number or NAME:boolean. NAME:text[]=S|M|L sets several values.
     """
-    _check_usage(keys or product, assign, unset, csv, where)
+    if csv and (keys or product or assign or unset or where):
+        raise typer.BadParameter("Pass --csv, or keys with --set and --unset, not both.")
+    if (keys or product) and where:
+        raise typer.BadParameter("Pass keys or --product, or --where, not both.")
+    if not csv and not ((keys or product or where) and (assign or unset)):
+        raise typer.BadParameter(
+            "Pass keys, --product or --where with --set or --unset, or a list with --csv."
+        )
     if keys and product:
         raise typer.BadParameter("Pass keys or --product, not both.")
     with stores.gallery_at(gallery) as opened:
@@ -79,10 +85,9 @@ def update(
                 changes = changes_by_key(opened.store, changes)
             named, changed = len(changes), opened.patch(changes)
         report = {"named": named, "changed": changed}
-        print_report(report, json, f"{changed:,} of {named:,} items changed.")
-        if not json:
-            for hint in hints(values, assign if changed else None, schema):
-                err.print(hint, soft_wrap=True)
+        yield report, f"{changed:,} of {named:,} items changed."
+        for hint in hints(values, assign if changed else None, schema):
+            note(hint)
         stores.compact_if_due(opened.store, False)
 
 
@@ -96,8 +101,7 @@ def remove(
         bool, typer.Option("--dry-run", help="Count the items without removing them.")
     ] = False,
     no_compact: NoCompactOption = False,
-    json: JsonOption = False,
-) -> None:
+) -> Printed:
     """Remove items by key or by filter, without confirmation; try --dry-run first.
 
     `unremove` can restore them for at least one day, until the next automatic compaction. The
@@ -116,9 +120,9 @@ def remove(
             count = len(known) if dry_run else opened.remove(chosen)
         verb = "would be removed" if dry_run else "removed"
         text = f"{count:,} items {verb}; {opened.size:,} items in the gallery."
-        print_report({"removed": count, "dry_run": dry_run, "unknown": unknown}, json, text)
-        if unknown and not json:
-            err.print(f"Not in the gallery: {_some(unknown)}", soft_wrap=True)
+        yield {"removed": count, "dry_run": dry_run, "unknown": unknown}, text
+        if unknown:
+            note(f"Not in the gallery: {_some(unknown)}")
         if not dry_run:
             stores.compact_if_due(opened.store, no_compact)
 
@@ -128,8 +132,7 @@ def unremove(
     gallery: StoreArgument,
     keys: KeysArgument = None,
     keys_from: Annotated[Path | None, typer.Option(help="Text file with one key per line.")] = None,
-    json: JsonOption = False,
-) -> None:
+) -> Printed:
     """Restore removed items, for at least a day after their removal or until `compact`.
 
     They get new item ids. Keys that belong to a new item are skipped.
@@ -141,9 +144,9 @@ def unremove(
         back = {item.key for item in opened.restore(chosen)}
         left = [key for key in chosen if key not in back]
         text = f"{len(back):,} items restored; {opened.size:,} items in the gallery."
-        print_report({"restored": len(back), "left": left}, json, text)
-        if left and not json:
-            err.print(f"Not restored: {_some(left)}", soft_wrap=True)
+        yield {"restored": len(back), "left": left}, text
+        if left:
+            note(f"Not restored: {_some(left)}")
 
 
 @command(app, "kinlens-index attributes galleries/shop retype price number")
@@ -157,8 +160,7 @@ def attributes(
         AttributeType | None,
         typer.Argument(metavar="[text|number|boolean]", help="New type, for retype."),
     ] = None,
-    json: JsonOption = False,
-) -> None:
+) -> Printed:
     """List the attributes with their types and numbers of items, or change one of them.
 
     drop removes an attribute from every item, 10,000 at a time. retype converts every value as a
@@ -177,7 +179,7 @@ def attributes(
                 for each, type_ in opened.schema().items()
             ]
             lines = [f"{row['name']}  {row['type']}  {row['items']:,} items" for row in rows]
-            print_report(rows, json, *(lines or ["The items have no attributes."]))
+            yield rows, *(lines or ["The items have no attributes."])
             return
         if kind is None:
             items = opened.drop_attribute(name)
@@ -186,24 +188,7 @@ def attributes(
             items = opened.retype_attribute(name, kind)
             text = f"{items:,} values of {name} converted."
         stores.compact_if_due(opened.store, False)
-        print_report({"name": name, "items": items}, json, text)
-
-
-def _check_usage(
-    keys: list[str] | None,
-    assign: list[str] | None,
-    unset: list[str] | None,
-    csv: Path | None,
-    where: str | None,
-) -> None:
-    if csv and (keys or assign or unset or where):
-        raise typer.BadParameter("Pass --csv, or keys with --set and --unset, not both.")
-    if keys and where:
-        raise typer.BadParameter("Pass keys or --product, or --where, not both.")
-    if not csv and not ((keys or where) and (assign or unset)):
-        raise typer.BadParameter(
-            "Pass keys, --product or --where with --set or --unset, or a list with --csv."
-        )
+        yield {"name": name, "items": items}, text
 
 
 def _some(keys: Sequence[str]) -> str:

@@ -6,10 +6,10 @@ from typing import Annotated
 import typer
 
 from kinlens.commands.console import exit_with_skipped
-from kinlens.commands.options import BatchOption, DeviceOption, JsonOption
+from kinlens.commands.options import BatchOption, DeviceOption
 from kinlens.embedder.engines.models import SessionSettings
 from kinlens.embedder.manifest import Engine, Precision
-from kinlens.embedder.programs.console import command, print_report
+from kinlens.embedder.programs.console import Printed, command
 from kinlens.indexer.ingest.parts import SHARD_SIZE, Part, SourceAt
 from kinlens.library import galleries
 
@@ -51,8 +51,7 @@ def embed(
     shard_size: Annotated[
         int, typer.Option(min=1, max=100_000, help="Images per file of vectors.")
     ] = SHARD_SIZE,
-    json: JsonOption = False,
-) -> None:
+) -> Printed:
     """Embed images into Parquet files: on this machine, in parts on several, or on Ray.
 
     To resume an interrupted run, run the same command again; existing files are kept, and so is the
@@ -76,5 +75,5 @@ def embed(
         shard_size=shard_size,
         shown=True,
     )
-    print_report(report, json)
+    yield report
     exit_with_skipped(report.skipped)

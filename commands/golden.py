@@ -8,9 +8,9 @@ from typing import Annotated, cast
 
 import typer
 
-from kinlens.commands.options import CropOption, GalleryArgument, JsonOption, ModelOptions
+from kinlens.commands.options import CropOption, GalleryArgument, ModelOptions
 from kinlens.embedder.errors import InvalidParameterError
-from kinlens.embedder.programs.console import command, print_report, refuse
+from kinlens.embedder.programs.console import Printed, command, refuse
 from kinlens.golden import GoldenQueries
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.ingest.assignments import assignment
@@ -51,8 +51,7 @@ def add(
             "attribute. Empty cells mean no match."
         ),
     ] = None,
-    json: JsonOption = False,
-) -> None:
+) -> Printed:
     """Add a query with its right items; an existing query gets the new label.
 
     Paths in a list are relative to its folder. All queries of a list are added, or none.
@@ -83,14 +82,14 @@ def add(
             )
             added = GoldenQueries(queries=[one])
     count = len(quality.golden(gallery).queries)
-    print_report(added, json, f"{len(added.queries):,} queries labelled; {count:,} in all.")
+    yield added, f"{len(added.queries):,} queries labelled; {count:,} in all."
 
 
 @command(app, "kinlens-index golden list galleries/shop", name="list")
-def list_(gallery: GalleryArgument, json: JsonOption = False) -> None:
+def list_(gallery: GalleryArgument) -> Printed:
     """Show the queries and their labels. Exits with 1 if there are none."""
     found = quality.golden(gallery)
-    print_report(found, json)
+    yield found
     if not found.queries:
         refuse(f"The golden set of {gallery} is empty. Add queries: kinlens-index golden add.")
 
@@ -99,12 +98,11 @@ def list_(gallery: GalleryArgument, json: JsonOption = False) -> None:
 def remove(
     gallery: GalleryArgument,
     ids: Annotated[list[str], typer.Argument(metavar="ID", help="Ids from `golden list`.")],
-    json: JsonOption = False,
-) -> None:
+) -> Printed:
     """Remove queries and their images. Reports of earlier runs are kept."""
     count = quality.remove_golden(gallery, *ids)
     left = quality.golden(gallery)
-    print_report(left, json, f"{count:,} queries removed; {len(left.queries):,} in all.")
+    yield left, f"{count:,} queries removed; {len(left.queries):,} in all."
 
 
 @command(app, "kinlens-index golden run galleries/shop --bundle bundles/shop")
@@ -123,21 +121,20 @@ def run(
     worst: Annotated[
         int, typer.Option(min=0, max=1000, help="Number of worst queries to show.")
     ] = 10,
-    json: JsonOption = False,
-) -> None:
+) -> Printed:
     """Search with every query, measure recall and store the report."""
     embedder = model.open(bundle)
     opened = Gallery.open(gallery, expected_bundle_id=embedder.bundle_id)
     with contextlib.closing(opened) as store:
         report = quality.evaluate(store, embedder, min_score=min_score, worst=worst, shown=True)
-    print_report(report, json)
+    yield report
 
 
 @command(app, "kinlens-index golden runs galleries/shop --json")
-def runs(gallery: GalleryArgument, json: JsonOption = False) -> None:
+def runs(gallery: GalleryArgument) -> Printed:
     """Show the reports of earlier runs, newest first. Exits with 1 if there are none."""
     found = quality.golden_runs(gallery)
-    print_report(found, json)
+    yield found
     if not found.runs:
         refuse(f"The golden set of {gallery} was not run yet. Run it: kinlens-index golden run.")
 
@@ -174,8 +171,7 @@ def guarantee(
     separate: Annotated[
         bool, typer.Option("--separate", help="A limit for each value of --by with enough labels.")
     ] = False,
-    json: JsonOption = False,
-) -> None:
+) -> Printed:
     """Show what answers guarantee: sets of products, and decisions without a person.
 
     It reads what the last `golden run` stored. With --bundle or --from-items it judges the labelled
@@ -196,7 +192,7 @@ def guarantee(
             from_items=from_items,
             shown=True,
         )
-    print_report(report, json)
+    yield report
 
 
 def _attribute(text: str, store: Gallery) -> tuple[str, Scalar]:

@@ -9,7 +9,6 @@ import typer
 from kinlens.embedder.engines.models import SessionSettings
 from kinlens.embedder.machine import core_count
 from kinlens.embedder.manifest import AskedEngine, AskedPrecision
-from kinlens.embedder.programs.console import JsonOption as JsonOption
 from kinlens.embedder.session import Embedder, OnnxEmbedder
 from kinlens.indexer.index.index_types import Device, IndexKind
 from kinlens.indexer.index.plan import IndexChoice

@@ -13,7 +13,6 @@ from kinlens.commands import stores
 from kinlens.commands.options import (
     CropOption,
     IndexDeviceOption,
-    JsonOption,
     ModelOptions,
     StoreArgument,
     WhereOption,
@@ -21,16 +20,14 @@ from kinlens.commands.options import (
 from kinlens.embedder.errors import ItemNotFoundError
 from kinlens.embedder.explain import draw_match
 from kinlens.embedder.preprocess import Box
-from kinlens.embedder.programs.console import command, print_report, refuse
+from kinlens.embedder.programs.console import Printed, command, refuse
 from kinlens.embedder.types import Hit as PlainHit
 from kinlens.indexer.filters.text import parse_filter
 from kinlens.indexer.ingest.foreign import read_vectors
 from kinlens.indexer.types import Group as PlainGroup
 from kinlens.indexer.types import SearchOptions, boost_of, sort_by_of
-from kinlens.library import quality
 from kinlens.library.gallery import Gallery
 from kinlens.library.hits import Group, Hit, Hits, shown
-from kinlens.library.stores import in_folder
 from kinlens.quality.calibration import DEFAULT_PRIOR
 from kinlens.values import AUTO
 
@@ -167,8 +164,7 @@ def search(
         ),
     ] = DEFAULT_PRIOR,
     index_device: IndexDeviceOption = None,
-    json: JsonOption = False,
-) -> None:
+) -> Printed:
     """Search with an image, with words, with items of the gallery, or with vectors.
 
     Words need a bundle with a text tower, which `kinlens-train teach-words` makes, and
@@ -178,7 +174,14 @@ def search(
     """
     texts: list[QueryText] = [{"text": one, "weight": text_weight} for one in text or ()]
     texts += [{"text": one, "weight": -text_weight} for one in not_text or ()]
-    _check_usage(image, texts, bundle, vector, like, unlike, crop)
+    if sum(map(bool, (image or texts, vector, like))) != 1:
+        raise typer.BadParameter("Pass exactly one of: --image or --text, --vector, --like.")
+    if bool(image or texts) != bool(bundle):
+        raise typer.BadParameter("--image and --text need --bundle, the model that embeds them.")
+    if unlike and not like:
+        raise typer.BadParameter("--unlike needs at least one --like.")
+    if crop and not image:
+        raise typer.BadParameter("--crop needs --image.")
     is_auto = crop == AUTO
     if is_auto and any((distinct, near is not None, diversity, boost, sort_by)):
         raise typer.BadParameter(
@@ -214,7 +217,7 @@ def search(
         )
         answers = [answer] if isinstance(answer, Hits) else answer
         found = Found.of(opened, answers, bool(image and not texts), is_auto)
-    print_report(found, json, *_lines(answers))
+    yield found, *_lines(answers)
     if not any(found.groups or found.hits or ()):
         refuse("No item matches. Use a lower --min-score or another filter.")
 
@@ -223,8 +226,7 @@ def search(
 def show(
     gallery: StoreArgument,
     key: Annotated[str, typer.Argument(metavar="KEY", help="Key of the item.")],
-    json: JsonOption = False,
-) -> None:
+) -> Printed:
     """Show an item and its attributes."""
     with stores.gallery_at(gallery) as opened:
         try:
@@ -235,7 +237,7 @@ def show(
                 "the key of an image from a folder is its relative path."
             ) from error
     facts = {**asdict(item), "attributes": shown(item.attributes)}
-    print_report(item, json, *(f"{name:10} {value}" for name, value in facts.items()))
+    yield item, *(f"{name:10} {value}" for name, value in facts.items())
 
 
 @command(app, "kinlens-index explain new.jpg shoes/red.jpg --bundle bundles/shop")
@@ -246,33 +248,13 @@ def explain(
     drawn: Annotated[
         Path, typer.Option("--out", help="Image file to write: both images with heat maps.")
     ] = Path("match.png"),
-    json: JsonOption = False,
-) -> None:
+) -> Printed:
     """Show where two images match, by the contribution of each region to the score."""
     embedder = ModelOptions(engine="onnxruntime").open(bundle)
     match = draw_match(embedder, query, hit, drawn)
     shares = {"query": match.query.tolist(), "hit": match.hit.tolist()}
     report = {"score": match.score, **shares, "out": str(drawn)}
-    print_report(report, json, f"{match.score:.4f}  {drawn}")
-
-
-def _check_usage(
-    image: Path | None,
-    texts: Sequence[QueryText],
-    bundle: Path | None,
-    vector: Path | None,
-    like: list[str] | None,
-    unlike: list[str] | None,
-    crop: object,
-) -> None:
-    if sum(map(bool, (image or texts, vector, like))) != 1:
-        raise typer.BadParameter("Pass exactly one of: --image or --text, --vector, --like.")
-    if bool(image or texts) != bool(bundle):
-        raise typer.BadParameter("--image and --text need --bundle, the model that embeds them.")
-    if unlike and not like:
-        raise typer.BadParameter("--unlike needs at least one --like.")
-    if crop and not image:
-        raise typer.BadParameter("--crop needs --image.")
+    yield report, f"{match.score:.4f}  {drawn}"
 
 
 def _lines(answers: Sequence[Hits]) -> Iterator[str]:
@@ -297,11 +279,10 @@ def duplicates(
     exact: Annotated[
         bool, typer.Option("--exact", help="Compare all items with all, without the index.")
     ] = False,
-    json: JsonOption = False,
-) -> None:
+) -> Printed:
     """Find groups of items that probably show the same product. Exits with 1 if there are none."""
-    with in_folder(gallery, "cannot search for near-duplicates") as store:
-        found = quality.duplicates(store, min_score=min_score, exact=exact, shown=True)
-    print_report(found, json)
+    with stores.gallery_at(gallery, lack="cannot search for near-duplicates") as opened:
+        found = opened.duplicates(min_score=min_score, exact=exact).report
+    yield found
     if not found.groups:
         refuse(f"No items of {found.name} are near-duplicates.")

@@ -10,12 +10,11 @@ from kinlens.commands.console import exit_with_skipped
 from kinlens.commands.options import (
     BatchOptions,
     ImageRootOption,
-    JsonOption,
     ModelOptions,
     NoCompactOption,
     StoreArgument,
 )
-from kinlens.embedder.programs.console import command, print_report, refuse
+from kinlens.embedder.programs.console import Printed, command, refuse
 from kinlens.indexer.ingest.sync import source_of
 from kinlens.library.stores import bundle_of
 
@@ -57,8 +56,7 @@ def sync(
     ] = False,
     image_root: ImageRootOption = None,
     no_compact: NoCompactOption = False,
-    json: JsonOption = False,
-) -> None:
+) -> Printed:
     """Make a gallery equal to a folder or list: add, update, rename and remove items.
 
     Exits with 0 if the gallery is in step, 1 if nothing or not all was done, 3 if all was done but
@@ -80,7 +78,7 @@ def sync(
             upkeep=False,
             **batches.choice,
         )
-        print_report(report, json, *found.omitted.lines(), f"Gallery {gallery}: {report}")
+        yield report, *found.omitted.lines(), f"Gallery {gallery}: {report}"
         if report.refused:
             refuse(report.refused)
         if not dry_run:

@@ -11,13 +11,12 @@ from kinlens.commands.options import (
     GalleryArgument,
     ImageRootOption,
     IndexDeviceOption,
-    JsonOption,
     MemoryOption,
     RecallOption,
     StoreArgument,
     VectorTypeOption,
 )
-from kinlens.embedder.programs.console import command, print_report
+from kinlens.embedder.programs.console import Printed, command
 from kinlens.indexer.exchange.milvus_index import MilvusIndex
 from kinlens.indexer.index.index_types import IndexKind
 from kinlens.library import stores, upkeep
@@ -29,12 +28,11 @@ app = typer.Typer()
 def export(
     gallery: StoreArgument,
     file: Annotated[Path, typer.Option("--out", help="Parquet file to write.")],
-    json: JsonOption = False,
-) -> None:
+) -> Printed:
     """Write all items with vectors and attributes to a Parquet file."""
     with stores.opened(gallery) as store:
         count = upkeep.export(store, file, shown=True)
-    print_report({"file": str(file), "items": count}, json, f"{count:,} items in {file}.")
+    yield {"file": str(file), "items": count}, f"{count:,} items in {file}."
 
 
 def _names(text: str) -> list[str]:
@@ -107,28 +105,24 @@ def import_(
         typer.Option("--out", help="Folder of the new gallery, or milvus://HOST:PORT/NAME."),
     ],
     options: ImportOptions,
-    json: JsonOption = False,
-) -> None:
+) -> Printed:
     """Import a gallery from an exported file, vectors, or a gallery in another engine.
 
     An existing gallery is replaced. To resume an interrupted import, run the same command again.
     """
     report = upkeep.import_gallery(sources, gallery, shown=True, **asdict(options))
-    print_report(
-        report, json, f"Gallery {gallery} ({report.name}): {report.items:,} items imported."
-    )
+    yield report, f"Gallery {gallery} ({report.name}): {report.items:,} items imported."
 
 
 @command(app, "kinlens-index backup galleries/shop --out backups/shop-1")
 def backup(
     gallery: GalleryArgument,
     folder: Annotated[Path, typer.Option("--out", help="New folder for the backup.")],
-    json: JsonOption = False,
-) -> None:
+) -> Printed:
     """Write a consistent copy of a gallery, while it is in use."""
     report = upkeep.backup(gallery, folder, shown=True)
     size = f"{report.items:,} items, {report.bytes / 1e6:,.1f} MB"
-    print_report(report, json, f"Backup {folder} of {report.name}: {size}.")
+    yield report, f"Backup {folder} of {report.name}: {size}."
 
 
 @command(app, "kinlens-index restore backups/shop-1 --out galleries/shop --replace")
@@ -138,12 +132,11 @@ def restore(
     replace: Annotated[
         bool, typer.Option("--replace", help="Replace an existing gallery.")
     ] = False,
-    json: JsonOption = False,
-) -> None:
+) -> Printed:
     """Restore a gallery from a backup, after checking all its files."""
     manifest = upkeep.restore_gallery(source, gallery, replace=replace, shown=True)
     report = {"name": manifest.name, "generation": manifest.generation}
-    print_report(report, json, f"Gallery {gallery} ({manifest.name}) restored from {source}.")
+    yield report, f"Gallery {gallery} ({manifest.name}) restored from {source}."
 
 
 @command(app, "kinlens-index publish galleries/shop s3://shop/gallery --pictures --every 5s")
@@ -168,8 +161,7 @@ def publish(
         str | None,
         typer.Option(help="Publish changes at this interval until Ctrl-C: 5s, 2m."),
     ] = None,
-    json: JsonOption = False,
-) -> None:
+) -> Printed:
     """Publish a snapshot of a gallery, for services on other hosts.
 
     Only changes since the last snapshot are uploaded. The gallery stays in use. Services load the
@@ -184,7 +176,6 @@ def publish(
         take_over=take_over,
         shown=True,
     )
-    print_report(next(reports), json)
+    yield next(reports)
     with contextlib.suppress(KeyboardInterrupt):  # how `--every` ends
-        for report in reports:
-            print_report(report, json)
+        yield from reports

@@ -10,13 +10,12 @@ from kinlens.commands.options import (
     GalleryArgument,
     ImageRootOption,
     IndexOptions,
-    JsonOption,
     ModelOptions,
     RecallOption,
     StoreArgument,
     VectorTypeOption,
 )
-from kinlens.embedder.programs.console import command, print_report
+from kinlens.embedder.programs.console import Printed, command
 from kinlens.indexer.checks.stats import stats_lines, stats_of
 from kinlens.indexer.gallery import Gallery
 from kinlens.library import quality, stores, upkeep
@@ -31,8 +30,7 @@ def compact(
     rebuild: Annotated[
         bool, typer.Option("--rebuild", help="Rebuild the index even if nothing has changed.")
     ] = False,
-    json: JsonOption = False,
-) -> None:
+) -> Printed:
     """Write added items to the index and erase removed ones, while the gallery is in use.
 
     Erased items cannot be restored. Index type, recall target and device are kept, unless an option
@@ -40,7 +38,7 @@ def compact(
     """
     with contextlib.closing(Gallery.open(gallery)) as opened:
         report = upkeep.compact(opened, rebuild=rebuild, shown=True, **index.choice)
-    print_report(report, json)
+    yield report
 
 
 @command(app, "kinlens-index calibrate galleries/shop --product sku")
@@ -52,8 +50,7 @@ def calibrate(
             metavar="NAME", help="Attribute that names the product; by default product, else class."
         ),
     ] = None,
-    json: JsonOption = False,
-) -> None:
+) -> Printed:
     """Fit the probability that a hit is right, by searching for items of the gallery.
 
     Commands that change a gallery, and the service, do this when a fifth of the items has changed.
@@ -61,7 +58,7 @@ def calibrate(
     """
     with contextlib.closing(Gallery.open(gallery)) as opened:
         found = quality.calibrate(opened, product, shown=True)
-    print_report(found.without_queries(), json)
+    yield found.without_queries()
 
 
 @command(app, "kinlens-index plan 1000000 128 --memory-mb 1200")
@@ -71,23 +68,22 @@ def plan(
     index: IndexOptions,
     vector_type: VectorTypeOption = "fp32",
     everything: Annotated[bool, typer.Option("--all", help="Compare all index types.")] = False,
-    json: JsonOption = False,
-) -> None:
+) -> Printed:
     """Show the index type for N vectors and its cost, without building it."""
     if everything:
         report = upkeep.compare_plans(n, dim, vector_type=vector_type, **index.choice)
-        print_report(report, json)
+        yield report
     else:
         chosen = upkeep.plan(n, dim, vector_type=vector_type, **index.choice)
-        print_report(upkeep.Plans.of(chosen), json, *chosen.lines())
+        yield upkeep.Plans.of(chosen), *chosen.lines()
 
 
 @command(app, "kinlens-index stats galleries/shop --json")
-def stats(gallery: StoreArgument, json: JsonOption = False) -> None:
+def stats(gallery: StoreArgument) -> Printed:
     """Show facts about a gallery: size, index, disk and attributes."""
     with stores.opened(gallery) as store:
         facts = stats_of(store)
-    print_report(facts, json, *stats_lines(facts))
+    yield facts, *stats_lines(facts)
 
 
 @command(app, "kinlens-index verify galleries/shop --bundle bundles/shop --sample 500")
@@ -108,8 +104,7 @@ def verify(
         Path | None, typer.Option(help="Vectors to measure recall with: .npy, (Q, D).")
     ] = None,
     target_recall: RecallOption = None,
-    json: JsonOption = False,
-) -> None:
+) -> Printed:
     """Check files, items and recall; exits with status 1 if a check fails.
 
     All hashes and the catalogue are checked, each checked item must find itself, and searches must
@@ -126,6 +121,6 @@ def verify(
         target_recall=target_recall,
         shown=True,
     )
-    print_report(report, json)
+    yield report
     if not report.is_good:
         raise typer.Exit(1)

@@ -5,6 +5,7 @@ import io
 import os
 import sys
 from collections.abc import Callable
+from typing import Any
 
 from kinlens.embedder.errors import JobError, KinlensError
 from kinlens.environment import ENGINES, TRAINING, is_of_extra, isolate, missing_package
@@ -35,7 +36,7 @@ except ModuleNotFoundError as missing:
     raise _needs(missing) from None
 
 app = new_program(no_args_is_help=True)
-_GROUPS: dict[str, dict[str, Callable[..., None]]] = {
+_GROUPS: dict[str, dict[str, Callable[..., Any]]] = {
     "Your own shop": {
         "adapt": adapt, "import": import_onnx, "attach": attach, "teach-words": teach_words,
     },

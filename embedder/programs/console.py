@@ -4,10 +4,10 @@ lines, and `--version`.
 
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from functools import wraps
-from inspect import Parameter, Signature, signature
+from inspect import Parameter, Signature, isgeneratorfunction, signature
 from typing import Annotated, Any, NoReturn, get_type_hints
 
 import typer
@@ -36,6 +36,9 @@ VersionOption = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+
+Printed = Iterator[Any]
+"""What a command yields, see `command`."""
 
 _ARGUMENTS = re.compile(
     r"""`(\w+)`|(?<![\w.'"/-])([a-z]+(?:_[a-z]+)+)(?![\w'"/-]|\.\w)|^(\w+)(?= = )"""
@@ -154,36 +157,45 @@ def new_program(commands: type[Commands] = Commands, **options: Any) -> typer.Ty
 
 def command(
     program: typer.Typer, example: str = "", *, name: str | None = None
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Add a function to a program as a command, with an example below its help.
 
-    A parameter that is a dataclass gives its fields, each of which is an option.
+    A parameter that is a dataclass gives its fields, each of which is an option. A generator yields
+    what the command prints, and gets the option --json: a report; a report and lines for people in
+    place of its own; or None and lines that are for people alone.
     """
 
-    def added(function: Callable[..., None]) -> Callable[..., None]:
+    def added(function: Callable[..., Any]) -> Callable[..., Any]:
         epilog = f"Example: {example}" if example else None
-        program.command(name, cls=Command, epilog=epilog)(_with_fields(function))
+        program.command(name, cls=Command, epilog=epilog)(_as_command(function))
         return function
 
     return added
 
 
-def _with_fields(function: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the fields of its parameters that are dataclasses as options of its own."""
+def _as_command(function: Callable[..., Any]) -> Callable[..., None]:
+    """The function with the fields of its dataclasses as options; what it yields is printed."""
     hints = get_type_hints(function, include_extras=True)
     groups: dict[str, Any] = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
-    if not groups:
-        return function
+    prints = isgeneratorfunction(function)
     parameters: list[Parameter] = []
     for name, parameter in signature(function).parameters.items():
         kind = groups.get(name)
         parameters += [parameter] if kind is None else signature(kind).parameters.values()
+    if prints:
+        parameters.append(
+            Parameter("json", Parameter.KEYWORD_ONLY, default=False, annotation=JsonOption)
+        )
 
     @wraps(function)
     def run(**given: Any) -> None:
+        as_json = given.pop("json") if prints else False
         for name, kind in groups.items():
             given[name] = kind(**{field.name: given.pop(field.name) for field in fields(kind)})
-        function(**given)
+        for printed in function(**given) or ():
+            report, *lines = printed if isinstance(printed, tuple) else (printed,)
+            if report is not None or not as_json:
+                print_report(report, as_json, *lines)
 
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]

@@ -42,12 +42,6 @@ def opened(text: str, *, bundle_id: str | None = None) -> contextlib.closing[Sto
     return contextlib.closing(open_store(text, bundle_id=bundle_id))
 
 
-def in_folder(text: str, lack: str) -> contextlib.closing[Gallery]:
-    """Open a gallery for what Milvus `lack`s. Raises: InvalidParameterError, GalleryError."""
-    refuse_milvus(text, lack)
-    return contextlib.closing(Gallery.open(text))
-
-
 def refuse_milvus(text: str, lack: str) -> None:
     """Raises: InvalidParameterError for the address of a gallery on Milvus, which `lack`s."""
     if text.startswith(MILVUS):

@@ -12,9 +12,16 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from kinlens.embedder.bundle import Bundle
-from kinlens.embedder.errors import GalleryError, InvalidParameterError, PlanError, SourceError
+from kinlens.embedder.errors import (
+    BundleMismatchError,
+    GalleryError,
+    InvalidParameterError,
+    PlanError,
+    SourceError,
+)
 from kinlens.embedder.programs.progress import progress_bar
 from kinlens.embedder.session import Embedder
+from kinlens.embedder.types import SHORT
 from kinlens.indexer.addresses import REMOTE, ImageRoot, image_root_of
 from kinlens.indexer.checks.verify import VerifyReport, sample_size, size_of, verify_gallery
 from kinlens.indexer.exchange.milvus_index import MilvusIndex
@@ -46,6 +53,7 @@ from kinlens.indexer.types import (
 )
 from kinlens.indexer.uploads import UploadFolder
 from kinlens.library import stores
+from kinlens.library.bundles import bundle_folder
 from kinlens.quality.calibrator import Calibrator
 from kinlens.quality.golden import GoldenSet
 from kinlens.reports import Report
@@ -221,7 +229,8 @@ def import_gallery(
             vectors: Parquet, Arrow, .npy.
         out: a folder, or milvus://HOST:PORT/NAME.
         name: name of the gallery in URLs; None for that of the source.
-        bundle, model: the bundle that computed your own vectors, or the name of another model.
+        bundle, model: the bundle that computed your own vectors or those of `embed`, or the name of
+            another model.
         key_column, vector_column, columns: the columns of your tables. None finds the keys and the
             vectors, and stores all others as attributes.
         keys, csv: the keys of a .npy file, one per line, or a list with attributes.
@@ -240,7 +249,7 @@ def import_gallery(
     texts = [str(one) for one in sources]
     with contextlib.ExitStack() as stack:
         tables: Tables | None = None
-        dump = stack.enter_context(_known(texts))
+        dump = stack.enter_context(_known(texts, bundle))
         if dump is None:
             tables = Tables(files_of(texts), key_column, vector_column, columns, keys=keys, csv=csv)
             dump = _foreign(tables, bundle, model, image_root)
@@ -371,13 +380,20 @@ def _facts_of(store: stores.Store) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _known(sources: Sequence[str]) -> Iterator[GalleryExport | None]:
+def _known(sources: Sequence[str], bundle: Path | str | None) -> Iterator[GalleryExport | None]:
     """A gallery, vectors of `embed` or a file of `export`; None for files of other programs."""
     [text, *more], place = sources, Path(sources[0])
     if more:
         yield None
     elif not text.startswith(MILVUS) and (REMOTE in text or (place / SHARDS).is_file()):
-        yield VectorShards(text).dump(name_of(place))
+        shards = VectorShards(text)
+        known = shards.manifest.bundle_id
+        if bundle is not None and Bundle.open(bundle_folder(bundle)).bundle_id != known:
+            raise BundleMismatchError(
+                f"{text} was embedded with bundle {known[:SHORT]}, not with the one in {bundle}. "
+                "Pass that bundle, or none."
+            )
+        yield shards.dump(name_of(place))
     elif text.startswith(MILVUS) or GalleryFolder(place).current_name():
         with stores.opened(text) as store:
             entries, scan = itertools.chain.from_iterable, store.scan

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from kinlens.embedder.programs.console import JsonOption, command, print_report
+from kinlens.embedder.programs.console import Printed, command
 from kinlens.training.commands.options import AllowPartial
 from kinlens.training.library import api
 
@@ -97,8 +97,7 @@ def doctor(
         typer.Option(help="Folder of `kinlens-serve feedback export` on these images. Repeatable."),
     ] = None,
     whole: Annotated[bool, typer.Option("--all", help="List all cases of each problem.")] = False,
-    as_json: JsonOption = False,
-) -> None:
+) -> Printed:
     """Report all problems of a data set folder; exit code 1 if there are any to fix.
 
     Example: kinlens-train data doctor data/CUB_200_2011
@@ -111,6 +110,6 @@ def doctor(
         allow_partial=allow_partial,
         feedback=feedback or (),
     )
-    print_report(report.as_dict(), as_json, *report.lines(whole))
+    yield report.as_dict(), *report.lines(whole)
     if not report.healthy:
         raise typer.Exit(1)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kinlens.embedder.programs.console import JsonOption, print_lines, print_report
+from kinlens.embedder.programs.console import Printed, print_lines
 from kinlens.training.commands.options import (
     NONE,
     Overrides,
@@ -46,8 +46,7 @@ def evaluate(
         Path | None,
         typer.Option(help="Also draw the embeddings in the plane (t-SNE): a .png, .svg or .pdf."),
     ] = None,
-    as_json: JsonOption = False,
-) -> None:
+) -> Printed:
     """Recall@K and MAP@R of a run or bundle, on the test images of its job or on other images.
 
     With --data each image is searched for among the other images; a bundle then needs no job.
@@ -67,7 +66,7 @@ def evaluate(
         plot=plot,
         settings=overrides,
     )
-    print_report({**figures}, as_json, *figures.lines())
+    yield {**figures}, *figures.lines()
 
 
 def export(

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kinlens.embedder.programs.console import JsonOption, print_report
+from kinlens.embedder.programs.console import Printed
 from kinlens.embedder.sources.tables import PRODUCT
 from kinlens.library import models as library
 from kinlens.training.commands.models import print_facts
@@ -273,8 +273,7 @@ def teach_words(
     licence: Annotated[
         str, typer.Option(help="Licence of the text encoder.", metavar="NAME")
     ] = "unspecified",
-    as_json: JsonOption = False,
-) -> None:
+) -> Printed:
     """Let a gallery be searched with words: its titles, classes and attributes are taught.
 
     A map from a small text encoder into the space of the images is fitted to the vectors of the
@@ -303,8 +302,6 @@ def teach_words(
     )
     # The bundle's own id: its vectors, by which galleries know it, have not changed.
     bundle_id, held_out = made.bundle.manifest.bundle_id, made.report.figures["held_out"]
-    print_report({"bundle_id": bundle_id, "held_out": held_out}, as_json, *made.report.lines())
-    if as_json:
-        return
+    yield {"bundle_id": bundle_id, "held_out": held_out}, *made.report.lines()
     note(f"Bundle {bundle_id[:12]}: {out}")
     note(f'Next: kinlens-index search {gallery} --text "..." --bundle {out}')

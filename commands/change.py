@@ -8,14 +8,13 @@ import typer
 
 from kinlens.commands import stores
 from kinlens.commands.options import NoCompactOption, StoreArgument, WhereOption
-from kinlens.embedder.errors import SourceError
 from kinlens.embedder.programs.console import Printed, command
 from kinlens.embedder.sources.tables import PRODUCT
 from kinlens.indexer.filters.tree import Exists
 from kinlens.indexer.ingest.assignments import assigned, hints
 from kinlens.indexer.ingest.products import changes_by_key
 from kinlens.indexer.ingest.sources import csv_changes
-from kinlens.indexer.ingest.tables import read_keys
+from kinlens.indexer.ingest.tables import listed_keys
 from kinlens.library.stores import note
 from kinlens.values import AttributeType, AttributeValue
 
@@ -114,7 +113,7 @@ def remove(
         if where:
             count = opened.count(where) if dry_run else opened.remove_where(where)
         else:
-            chosen = list(dict.fromkeys(keys or _keys_in(keys_from)))
+            chosen = list(dict.fromkeys(keys or listed_keys(keys_from or Path())))
             known = opened.store.stored(chosen)
             unknown = [key for key in chosen if key not in known]
             count = len(known) if dry_run else opened.remove(chosen)
@@ -140,7 +139,7 @@ def unremove(
     if bool(keys) == bool(keys_from):
         raise typer.BadParameter("Pass either keys or --keys-from.")
     with stores.gallery_at(gallery, lack="does not keep removed items") as opened:
-        chosen = list(dict.fromkeys(keys or _keys_in(keys_from)))
+        chosen = list(dict.fromkeys(keys or listed_keys(keys_from or Path())))
         back = {item.key for item in opened.restore(chosen)}
         left = [key for key in chosen if key not in back]
         text = f"{len(back):,} items restored; {opened.size:,} items in the gallery."
@@ -194,10 +193,3 @@ def attributes(
 def _some(keys: Sequence[str]) -> str:
     more = len(keys) - _SHOWN
     return ", ".join(keys[:_SHOWN]) + (f" and {more:,} more" if more > 0 else "")
-
-
-def _keys_in(file: Path | None) -> list[str]:
-    keys = [key.strip() for key in read_keys(file or Path()) if key.strip()]
-    if not keys:
-        raise SourceError(f"{file} has no keys. Write one key per line.")
-    return keys

@@ -4,19 +4,17 @@ queries.
 
 import contextlib
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated
 
 import typer
 
 from kinlens.commands.options import CropOption, GalleryArgument, ModelOptions
-from kinlens.embedder.errors import InvalidParameterError
 from kinlens.embedder.programs.console import Printed, command, refuse
 from kinlens.golden import GoldenQueries
 from kinlens.indexer.gallery import Gallery
-from kinlens.indexer.ingest.assignments import assignment
+from kinlens.indexer.ingest.assignments import label_of
 from kinlens.library import quality
 from kinlens.quality.guarantee import HIGHEST, LOWEST
-from kinlens.values import Scalar
 
 app = typer.Typer(no_args_is_help=True)
 guarantees = typer.Typer()
@@ -70,7 +68,7 @@ def add(
             added = quality.add_golden_list(store, csv)
         else:
             split = quality.split_keys(keys) if keys else None
-            name, value = _attribute(attribute, store) if attribute else (None, None)
+            name, value = label_of(attribute, store.schema()) if attribute else (None, None)
             one = quality.add_golden(
                 store,
                 query,
@@ -193,16 +191,3 @@ def guarantee(
             shown=True,
         )
     yield report
-
-
-def _attribute(text: str, store: Gallery) -> tuple[str, Scalar]:
-    """The name and the value of NAME=VALUE. Raises: InvalidParameterError."""
-    name, equals, _ = text.partition("=")
-    schema = store.schema()
-    if not equals or name.strip() not in schema:
-        raise InvalidParameterError(
-            f"--attribute {text}: expected NAME=VALUE with one of the attributes "
-            f"{', '.join(schema) or '(the gallery has none)'}."
-        )
-    # No list, as the name has no type behind it.
-    return cast(tuple[str, Scalar], assignment("--attribute", text, schema))

@@ -1,11 +1,12 @@
 """Changes of attributes as commands take them: price=12.5, or sizes:text[]=S|M."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import cast
 
 from kinlens.embedder.errors import InvalidParameterError
 from kinlens.indexer.attributes import DATE, Schema, parse_value
 from kinlens.indexer.ingest.tables import Typed, split_kind
-from kinlens.values import AttributeValue
+from kinlens.values import AttributeValue, Scalar
 
 
 def assigned(
@@ -60,6 +61,18 @@ def _is_number(text: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def label_of(text: str, schema: Schema) -> tuple[str, Scalar]:
+    """The attribute and the value of --attribute NAME=VALUE. Raises: InvalidParameterError."""
+    name, equals, _ = text.partition("=")
+    if not equals or name.strip() not in schema:
+        raise InvalidParameterError(
+            f"--attribute {text}: expected NAME=VALUE with one of the attributes "
+            f"{', '.join(schema) or '(the gallery has none)'}."
+        )
+    # No list, as the name has no type behind it.
+    return cast(tuple[str, Scalar], assignment("--attribute", text, schema))
 
 
 def hints(

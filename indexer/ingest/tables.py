@@ -114,6 +114,14 @@ def read_keys(file: Path) -> Iterator[str]:
         raise SourceError(f"Cannot read the keys in {file}: {reason}.") from error
 
 
+def listed_keys(file: Path) -> list[str]:
+    """The keys in a text file with one per line, at least one. Raises: SourceError."""
+    keys = [key.strip() for key in read_keys(file) if key.strip()]
+    if not keys:
+        raise SourceError(f"{file} has no keys. Write one key per line.")
+    return keys
+
+
 def _row(
     file: Path, line: int, row: list[str], columns: Mapping[str, Typed], required: Sequence[str]
 ) -> Row:

@@ -1,6 +1,5 @@
 """`kinlens-serve check`: try each part of a service separately, and show what to do for faults."""
 
-import json
 import sys
 from typing import Any
 
@@ -8,7 +7,7 @@ import structlog
 import typer
 from pydantic import ValidationError
 
-from kinlens.embedder.programs.console import JsonOption
+from kinlens.embedder.programs.console import JsonOption, print_report
 from kinlens.service.checks import Finding, findings_of
 from kinlens.service.commands import options
 from kinlens.service.variables import unknown_variables
@@ -35,8 +34,7 @@ def check(
     findings += [Finding("environment", "warning", text) for text in unknown_variables()]
     starts = all(finding.verdict != "fault" for finding in findings)
     if as_json:
-        shown = {"starts": starts, "findings": [finding._asdict() for finding in findings]}
-        typer.echo(json.dumps(shown, indent=2))
+        print_report({"starts": starts, "findings": [one._asdict() for one in findings]}, True)
     else:
         for subject, verdict, text in findings:
             typer.secho(f"{verdict:8} ", fg=_COLOURS[verdict], nl=False)

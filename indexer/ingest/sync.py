@@ -95,7 +95,7 @@ class MaxRemoved(NamedTuple):
             value = math.nan
         if not 0 <= value <= (1 if is_part else math.inf):
             raise InvalidParameterError(
-                f"max-removed = {text!r:.40} must be a percentage from 0% to 100%, or a number of "
+                f"max_removed = {text!r:.40} must be a percentage from 0% to 100%, or a number of "
                 "items such as 25."
             )
         return cls(value, is_part)

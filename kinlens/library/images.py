@@ -218,8 +218,8 @@ def crop_of(text: str) -> Box | Literal["auto"]:
         sides = [float(side) for side in text.split(",")]
     except ValueError as error:
         raise CropError(
-            f"{text!r:.80} is neither auto nor left,top,width,height as fractions of the image, "
-            "such as 0.1,0.2,0.5,0.5."
+            f"The crop {text!r:.80} is neither auto nor left,top,width,height as fractions of the "
+            "image, such as 0.1,0.2,0.5,0.5."
         ) from error
     return check_box(sides)
 

@@ -41,6 +41,7 @@ def test_build_says_the_cost_before_and_the_result_after(run, shop, out) -> None
     assert re.search(r"^vectors +20 x 32$", result.stdout, re.MULTILINE)
     assert "7 items (6 embedded, 0 reused, 1 copies)" in result.stdout
     assert re.search(r"20 of 20 +(?!0\.0 )[\d.]+ images/s +\d:\d\d:\d\d", result.stderr)
+    assert re.search(r"^Indexing .* items/s", result.stderr, re.MULTILINE)
     lines = result.stdout.splitlines()[-12:]
     assert lines[0] == "Skipped 13 of 20 images:"
     assert lines[1].startswith("  bad[00].jpg: The file is not an image")

@@ -151,11 +151,7 @@ def tournament(
     """
     with stoppable(_RESUME):
         found = api.tournament(
-            grid,
-            out=out,
-            plan=plan,
-            choose_by_test=choose_by_test,
-            settings=changes.settings,
+            grid, out=out, plan=plan, choose_by_test=choose_by_test, settings=changes.settings
         )
     if plan:
         for run in found:

@@ -159,13 +159,13 @@ def _build_of_vectors(
 ) -> Printed:
     """Build from the vectors of `embed`."""
     shards = VectorShards(vectors)
+    found = shards.manifest.images  # which refuses a folder without vectors of `embed`
     report = import_gallery(
         vectors, out, name=name, bundle=bundle, vector_type=vector_type, shown=True, **index.choice
     )
     text = f"Gallery {out}, generation {report.generation}: {report.items:,} items."
     text += report.carried_text
     skipped = tuple(shards.failures())
-    found = shards.manifest.images
     yield report, text, *failure_lines(skipped, found, f"in {vectors}/parts")
     exit_with_skipped(skipped)
 

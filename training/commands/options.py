@@ -56,7 +56,7 @@ Precisions = Annotated[
     typer.Option(
         "--precision",
         parser=_precision,
-        metavar="<str>",
+        metavar="<list[str]>",
         help="Also in this precision: int8 or bf16 (CPU), fp16 (GPU). Repeatable.",
     ),
 ]

@@ -13,8 +13,6 @@ from kinlens.indexer.ingest.embed import Failure
 SKIPPED = 3
 """Exit status if the work is done, but some images were skipped."""
 
-err = console
-
 
 @contextlib.contextmanager
 def errors_shown() -> Iterator[None]:
@@ -31,7 +29,7 @@ def errors_shown() -> Iterator[None]:
             "--memory-mb."
         )
     except KeyboardInterrupt as interrupt:
-        err.print("Interrupted. Finished work is kept; run the same command again to resume.")
+        console.print("Interrupted. Finished work is kept; run the same command again to resume.")
         raise typer.Exit(1) from interrupt
 
 

@@ -6,14 +6,14 @@ from typing import Annotated, Any
 import typer
 
 from kinlens.embedder.errors import KinlensError
-from kinlens.embedder.programs.console import JsonOption, print_report
+from kinlens.embedder.programs.console import JsonOption, command, print_report
 from kinlens.embedder.programs.progress import progress_bar
 from kinlens.service.backups import folder as backups
 from kinlens.service.commands import options
 from kinlens.service.galleries.locations import Locations
 
 
-@options.command(
+@command(
     options.app,
     "kinlens-serve backup --out /mnt/backups/2026-01-31 --state /var/lib/kinlens "
     "--bundle bundles/shop",
@@ -34,7 +34,7 @@ def backup(
     print_report(report, as_json, f"Backup {out}: {report}")
 
 
-@options.command(
+@command(
     options.app,
     "kinlens-serve restore /mnt/backups/2026-01-31 --state /var/lib/kinlens-restored",
 )

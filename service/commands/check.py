@@ -7,7 +7,7 @@ import structlog
 import typer
 from pydantic import ValidationError
 
-from kinlens.embedder.programs.console import JsonOption, print_report
+from kinlens.embedder.programs.console import JsonOption, command, print_report
 from kinlens.service.checks import Finding, findings_of
 from kinlens.service.commands import options
 from kinlens.service.variables import unknown_variables
@@ -15,9 +15,7 @@ from kinlens.service.variables import unknown_variables
 _COLOURS = {"ok": "green", "warning": "yellow", "fault": "red"}
 
 
-@options.command(
-    options.app, "kinlens-serve check --bundle bundles/shop --gallery shop=galleries/shop"
-)
+@command(options.app, "kinlens-serve check --bundle bundles/shop --gallery shop=galleries/shop")
 @options.with_shared
 def check(
     as_json: JsonOption = False,

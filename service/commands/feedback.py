@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from kinlens.embedder.errors import InvalidParameterError
-from kinlens.embedder.programs.console import refuse
+from kinlens.embedder.programs.console import command, refuse
 from kinlens.service.commands import options
 from kinlens.service.commands.keys import existing, note
 from kinlens.service.galleries.feedback import ACTIONS, FeedbackStore, open_feedback
@@ -17,7 +17,7 @@ app = typer.Typer(no_args_is_help=True, help="Feedback of users on answers: expo
 Named = Annotated[str | None, typer.Option(help="Name of a gallery.")]
 
 
-@options.command(app, "kinlens-serve feedback export --out feedback --state /var/lib/kinlens")
+@command(app, "kinlens-serve feedback export --out feedback --state /var/lib/kinlens")
 def export(
     out: Annotated[Path, typer.Option(help="Folder for pairs.csv and the images.")],
     gallery: Named = None,
@@ -37,7 +37,7 @@ def export(
     typer.echo(f"{out / 'pairs.csv'}: {len(pairs):,} pairs of {sent:,} feedbacks on gallery {name}")
 
 
-@options.command(app, "kinlens-serve feedback show --state /var/lib/kinlens")
+@command(app, "kinlens-serve feedback show --state /var/lib/kinlens")
 def show(state: options.State = None) -> None:
     """Show the counts of feedback on each gallery; pairs can be used for training.
 
@@ -54,7 +54,7 @@ def show(state: options.State = None) -> None:
     options.print_table(("Gallery", *map(str.capitalize, ACTIONS), "Pairs"), rows)
 
 
-@options.command(app, "kinlens-serve feedback clear --gallery shop --state /var/lib/kinlens")
+@command(app, "kinlens-serve feedback clear --gallery shop --state /var/lib/kinlens")
 def clear(gallery: Named = None, state: options.State = None) -> None:
     """Delete the feedback on a gallery, or on all galleries, with its images."""
     settings = options.read_settings(state=state)

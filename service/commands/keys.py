@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from kinlens.embedder.errors import StateMissingError
-from kinlens.embedder.programs.console import refuse
+from kinlens.embedder.programs.console import command, refuse
 from kinlens.models import Change
 from kinlens.service.access.audit import AuditLog
 from kinlens.service.access.keys import (
@@ -32,7 +32,7 @@ _MAX_SHOWN = 1_000_000
 Name = Annotated[str, typer.Argument(help="Name of the key, shown in logs and lists.")]
 
 
-@options.command(app, "kinlens-serve keys create shop --scope search --state /var/lib/kinlens")
+@command(app, "kinlens-serve keys create shop --scope search --state /var/lib/kinlens")
 def create(
     name: Name,
     scope: Annotated[
@@ -77,7 +77,7 @@ def create(
     typer.echo(text)
 
 
-@options.command(app, "kinlens-serve keys list --state /var/lib/kinlens", name="list")
+@command(app, "kinlens-serve keys list --state /var/lib/kinlens", name="list")
 def list_keys(state: options.State = None) -> None:
     """List all keys with their scopes, bindings and limits, without their secrets.
 
@@ -91,7 +91,7 @@ def list_keys(state: options.State = None) -> None:
     options.print_table(columns, [_row(key, now) for key in keys])
 
 
-@options.command(app, "kinlens-serve keys revoke shop --state /var/lib/kinlens")
+@command(app, "kinlens-serve keys revoke shop --state /var/lib/kinlens")
 def revoke(name: Name, state: options.State = None) -> None:
     """Revoke a key; a running service refuses it within a second."""
     with _changing("revoke", name, state) as store:
@@ -99,7 +99,7 @@ def revoke(name: Name, state: options.State = None) -> None:
     typer.echo(f"Key {name} is revoked.")
 
 
-@options.command(app, "kinlens-serve keys rotate shop --state /var/lib/kinlens")
+@command(app, "kinlens-serve keys rotate shop --state /var/lib/kinlens")
 def rotate(
     name: Name,
     overlap_hours: Annotated[
@@ -118,7 +118,7 @@ def rotate(
     typer.echo(text)
 
 
-@options.command(options.app, "kinlens-serve audit --state /var/lib/kinlens --json")
+@command(options.app, "kinlens-serve audit --state /var/lib/kinlens --json")
 def audit(
     limit: Annotated[
         int, typer.Option(min=1, max=_MAX_SHOWN, help="Number of newest entries.")

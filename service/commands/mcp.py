@@ -6,13 +6,13 @@ from typing import Annotated
 import typer
 
 from kinlens.client import Client
-from kinlens.embedder.programs.console import refuse
+from kinlens.embedder.programs.console import command, refuse
 from kinlens.environment import missing_package
 from kinlens.service.agents import build_server
 from kinlens.service.commands import options
 
 
-@options.command(options.app, "kinlens-serve mcp --url http://127.0.0.1:8000 --images photos")
+@command(options.app, "kinlens-serve mcp --url http://127.0.0.1:8000 --images photos")
 def mcp(
     url: Annotated[
         str, typer.Option(help="Address of a running service.")

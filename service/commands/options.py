@@ -13,16 +13,24 @@ import typer
 from pydantic import ValidationError
 
 from kinlens.embedder.errors import KinlensError, disk_fault, is_disk_full
-from kinlens.embedder.programs import console
-from kinlens.embedder.programs.console import new_program, refuse
+from kinlens.embedder.programs.console import Commands, command, new_program, refuse
 from kinlens.embedder.programs.faults import fault_text, path_of
 from kinlens.errors import ClientError
 from kinlens.service.commands.settings import EXAMPLE, settings
 from kinlens.service.settings import Settings
 from kinlens.service.variables import PREFIX, variables
 
-app = new_program()
-console.command(app, EXAMPLE)(settings)
+
+class ServeCommands(Commands):
+    """Commands whose errors are one line, too."""
+
+    def invoke(self, ctx: Any) -> Any:
+        with refusals():
+            return super().invoke(ctx)
+
+
+app = new_program(ServeCommands)
+command(app, EXAMPLE)(settings)
 
 State = Annotated[
     Path | None,
@@ -93,17 +101,6 @@ def refusals() -> Iterator[None]:
         refuse(disk_fault(error) if error.filename or is_disk_full(error) else str(error))
     except (ClientError, KinlensError) as error:
         refuse(str(error))
-
-
-def command(
-    program: typer.Typer, example: str, *, name: str | None = None
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add a function to a program as a command, whose refusals are one line."""
-
-    def added(function: Callable[..., None]) -> Callable[..., None]:
-        return console.command(program, example, name=name)(refusals()(function))
-
-    return added
 
 
 def faults(error: ValidationError) -> str:

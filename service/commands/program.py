@@ -13,7 +13,7 @@ try:
 
     import typer
 
-    from kinlens.embedder.programs.console import VersionOption, refuse
+    from kinlens.embedder.programs.console import VersionOption, command, refuse
     from kinlens.service.app import create_app
     from kinlens.service.checks import exposures, make_state
     from kinlens.service.commands import backup, check, feedback, mcp, options  # noqa: F401
@@ -30,7 +30,6 @@ _EXAMPLE = "Example: kinlens-serve --bundle bundles/shop --gallery shop=gallerie
 
 
 @app.callback(invoke_without_command=True, epilog=_EXAMPLE)
-@options.refusals()
 @options.with_shared
 def serve(
     context: typer.Context,
@@ -68,7 +67,7 @@ def _warn(texts: list[str]) -> None:
         typer.echo(f"Warning: {text}")
 
 
-@options.command(app, "kinlens-serve work --state /var/lib/kinlens")
+@command(app, "kinlens-serve work --state /var/lib/kinlens")
 def work(
     state: options.State = None,
     once: Annotated[bool, typer.Option("--once", help="Exit when no job is queued.")] = False,

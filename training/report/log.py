@@ -176,7 +176,7 @@ def _summary_writer(folder: Path) -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise JobError(
-            "runtime.tensorboard = true needs TensorBoard. Install the extra `tensorboard`, or "
+            "runtime.tensorboard = true needs TensorBoard: pip install 'kinlens[tensorboard]'. Or "
             "set it to false: log.jsonl has the same numbers."
         ) from error
     return SummaryWriter(folder / "tensorboard")

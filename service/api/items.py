@@ -8,13 +8,11 @@ from typing import Annotated, Any, Self, TypeVar, get_args
 
 from fastapi import APIRouter, Query, Request
 from pydantic import (
-    BeforeValidator,
     ConfigDict,
     Field,
     JsonValue,
     RootModel,
-    TypeAdapter,
-    ValidationError,
+    SkipValidation,
     WithJsonSchema,
     model_validator,
 )
@@ -22,7 +20,7 @@ from pydantic_core import PydanticCustomError
 
 from kinlens.embedder import errors
 from kinlens.embedder.errors import InvalidParameterError
-from kinlens.embedder.programs.faults import fault_text, path_of, shown
+from kinlens.embedder.programs.faults import shown
 from kinlens.embedder.sources.names import composed
 from kinlens.indexer.filters.tree import Filter
 from kinlens.indexer.types import Item, SearchOptions, sort_by_of
@@ -54,7 +52,7 @@ from kinlens.service.api.galleries import (
 )
 from kinlens.service.api.requests import Strict, where_of
 from kinlens.service.cards import image_address
-from kinlens.service.encoding.vectors import numbers_of, vector_content
+from kinlens.service.encoding.vectors import vector_content
 from kinlens.service.galleries.items import NewItem
 from kinlens.service.galleries.locations import Gallery
 from kinlens.service.galleries.registry import Served
@@ -69,7 +67,6 @@ from kinlens.service.search.query import chosen
 from kinlens.values import AttributeValue
 
 Answer = TypeVar("Answer", PatchAnswer, RemoveAnswer)
-Attributes = dict[str, AttributeValue]
 
 Fields = Annotated[
     str | None,
@@ -85,41 +82,9 @@ _SHOWN = 80
 _CHANGED: tuple[ItemStatus, ...] = ("added", "replaced", "updated")
 
 
-def _plain(value: Any) -> Any:
-    """A validator for an attribute value; pydantic's own message would be long, and this one gets
-    the name of the attribute.
-    """
-    if isinstance(value, str | int | float | None):
-        return value
-    if isinstance(value, list) and all(isinstance(one, str | int | float) for one in value):
-        return value
-    kind = "an object" if isinstance(value, dict) else shown(value)
-    raise PydanticCustomError(
-        "attribute_value",
-        "{kind} is not a text, a number, true/false or a list of these; send names with such "
-        "values, as in {example}",
-        {"kind": kind, "example": '{"price": 49.9}'},
-    )
-
-
-def _vector(value: Any) -> Any:
-    """A validator for the form of a vector. What is wrong with its numbers only fails its item."""
-    if isinstance(value, str | None):
-        return value
-    try:
-        numbers_of(value)
-    except InvalidParameterError as error:
-        raise requests.custom_error(str(error)) from error
-    return value
-
-
-_Attributes = Annotated[
-    dict[str, Annotated[AttributeValue, BeforeValidator(_plain)]], Field(fail_fast=True)
-]
-Changes = Annotated[
-    dict[str, Annotated[AttributeValue | None, BeforeValidator(_plain)]], Field(fail_fast=True)
-]
-_ATTRIBUTES: TypeAdapter[Attributes] = TypeAdapter(_Attributes)
+# The gallery checks the values, and names the item and the attribute.
+Attributes = dict[str, Annotated[AttributeValue, SkipValidation]]
+Changes = dict[str, Annotated[AttributeValue | None, SkipValidation]]
 
 
 _OF_PRODUCT = (
@@ -137,11 +102,10 @@ class NewItemModel(Strict):
     data: Annotated[str | None, Field(description="The image file, base64.")] = None
     vector: Annotated[
         Any,
-        BeforeValidator(_vector),
         WithJsonSchema({"anyOf": [*requests.VECTOR_FORMS, {"type": "null"}]}),
         Field(description=f"In place of data, for an item without image. {requests.VECTOR_TEXT}"),
     ] = None
-    attributes: _Attributes | None = None
+    attributes: Attributes | None = None
 
 
 class KeyChanges(RootModel[Annotated[Changes, Field(min_length=1)]]):
@@ -586,62 +550,30 @@ def _from_form(request: Request, body: bytes, limit: int) -> list[NewItem]:
             "attributes; send one key for each image, or a product, and attributes for each or for "
             "none."
         )
-    keys = keys or [_key_in(product, image) for image in images]
-    attributes = attributes or ["null"] * len(images)
-    return [
-        _new_item(
-            product, key, *_attributes_in(text, key), data=image, keeps_image=keep != ["false"]
-        )
-        for image, key, text in zip(images, keys, attributes, strict=True)
-    ]
+    new = []
+    for number, image in enumerate(images):
+        key = keys[number] if keys else None
+        sent, fault = _attributes_in(attributes[number], key) if attributes else (None, None)
+        content: Any = image  # as it is, and not as base64
+        item = NewItemModel.model_construct(key=key, data=content, attributes=sent)
+        new.append(_new_item(item, product, keep != ["false"], fault))
+    return new
 
 
-def _key_in(product: str | None, data: bytes) -> str:
-    """A generated key for a view, determined by its product and its image or vector."""
-    return f"{product}/{hashlib.sha256(data).hexdigest()[:16]}"
-
-
-def _new_item(
-    product: str | None,
-    key: str,
-    sent: Attributes | None,
-    fault: InvalidParameterError | None,
-    *,
-    data: bytes = b"",
-    vector: bytes = b"",
-    keeps_image: bool = True,
-) -> NewItem:
-    """An item of the product, if any; `sent` is None to keep the stored attributes."""
-    attributes = dict(sent or {})
-    if product is not None and attributes.setdefault("product", product) != product:
-        fault = fault or InvalidParameterError(
-            f"Item {key!r:.200} has the attribute product = {attributes['product']!r:.80}, but the "
-            f"request has product = {product!r:.80}. Send one of them."
-        )
-    return NewItem(
-        key,
-        data,
-        attributes,
-        fault,
-        keeps=sent is None,
-        vector=vector,
-        keeps_image=keeps_image,
-    )
-
-
-def _attributes_in(text: str, key: str) -> tuple[Attributes | None, InvalidParameterError | None]:
+def _attributes_in(
+    text: str, key: str | None
+) -> tuple[Attributes | None, InvalidParameterError | None]:
     """The attributes in a field of a form, and what is wrong with them."""
     try:
         given = bodies.parse_json(text.encode() or b"null")
-        return None if given is None else _ATTRIBUTES.validate_python(given), None
-    except ValidationError as error:
-        found = error.errors(include_url=False)[0]
-        reason = fault_text(found, path_of(found["loc"]) or "the value").split(";")[0]
+        if given is None or isinstance(given, dict):
+            return given, None
+        reason = f"{shown(given)} is no object"
     except (ValueError, InvalidParameterError) as error:
         reason = str(error)
     return None, InvalidParameterError(
-        f"attributes of item {key!r:.200}: {reason.rstrip('.')}; send a JSON object of texts, "
-        "numbers and true/false."
+        f"attributes{f' of item {key!r:.200}' if key else ''}: {reason.rstrip('.')}; send a JSON "
+        "object of texts, numbers and true/false."
     )
 
 
@@ -650,11 +582,19 @@ def _from_json(_: Request, body: bytes, limit: int) -> list[NewItem]:
     if isinstance(payload.get("items"), list):
         _check_count(len(payload["items"]), limit)
     sent = checked(PutItems, payload)
-    return [_decoded(item, sent.product, sent.keep) for item in sent.items]
+    return [_new_item(item, sent.product, sent.keep) for item in sent.items]
 
 
-def _decoded(item: NewItemModel, product: str | None, keeps_image: bool) -> NewItem:
-    key, data, vector, fault = item.key, b"", b"", None
+def _new_item(
+    item: NewItemModel,
+    product: str | None,
+    keeps_image: bool,
+    fault: InvalidParameterError | None = None,
+) -> NewItem:
+    """The item to store, of the product, if any; `fault` is what is wrong with its attributes. A
+    generated key is determined by the product and the image or vector.
+    """
+    key, data, vector = item.key, b"", b""
     try:
         if (item.data is None) == (item.vector is None):
             raise InvalidParameterError("The item needs either data or vector; send one of them.")
@@ -669,9 +609,22 @@ def _decoded(item: NewItemModel, product: str | None, keeps_image: bool) -> NewI
     if key is None and product is None and fault is None:
         fault = InvalidParameterError("The item has no key; send a key, or a product for all.")
     if key is None:
-        key = "" if fault else _key_in(product, data or vector)
-    return _new_item(
-        product, key, item.attributes, fault, data=data, vector=vector, keeps_image=keeps_image
+        content = hashlib.sha256(data or vector).hexdigest()[:16]
+        key = f"{product}/{content}" if product is not None and (data or vector) else ""
+    attributes = dict(item.attributes or {})
+    if product is not None and attributes.setdefault("product", product) != product:
+        fault = fault or InvalidParameterError(
+            f"Item {key!r:.200} has the attribute product = {attributes['product']!r:.80}, but the "
+            f"request has product = {product!r:.80}. Send one of them."
+        )
+    return NewItem(
+        key,
+        data,
+        attributes,
+        fault,
+        keeps=item.attributes is None,
+        vector=vector,
+        keeps_image=keeps_image,
     )
 
 

@@ -63,7 +63,7 @@ def vector_content(value: object) -> bytes:
 
     A norm within 1e-3 of 1 is corrected. Raises: InvalidParameterError.
     """
-    numbers = numbers_of(value)
+    numbers = _numbers_of(value)
     if not np.isfinite(numbers).all():
         raise InvalidParameterError(
             "vector has NaN or infinite numbers; send finite numbers, as the model computed them."
@@ -94,7 +94,7 @@ def fitted(content: bytes, model: Model) -> Vector:
     )
 
 
-def numbers_of(value: object) -> NDArray[np.float64]:
+def _numbers_of(value: object) -> NDArray[np.float64]:
     """The numbers in a field of a request: a list, or base64. Raises: InvalidParameterError."""
     numbers = _from_text(value) if isinstance(value, str) else _from_list(value)
     if not 1 <= len(numbers) <= MAX_NUMBERS:

@@ -5,7 +5,7 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -19,8 +19,7 @@ from kinlens.embedder import errors
 from kinlens.embedder.decoding.formats import format_of
 from kinlens.embedder.errors import ImageError, InvalidParameterError
 from kinlens.embedder.programs.faults import shown
-from kinlens.embedder.types import SHORT, check_dims, first_numbers
-from kinlens.embedder.views.text import cleaned_text
+from kinlens.embedder.types import SHORT, Embeddings, check_dims, first_numbers
 from kinlens.indexer.types import no_item
 from kinlens.service.access.rates import account_of
 from kinlens.service.api.galleries import (
@@ -173,8 +172,7 @@ async def embeddings(request: Request) -> Response:
         check_dims(sent.dimensions, model.dim)
     if len(sent.input) > 1:
         await account_of(request.scope).owe(len(sent.input))
-    inputs = _with_clean_texts(model, sent.input)
-    vectors = await while_connected(request, _embedded(runtime, model, inputs))
+    vectors = await while_connected(request, _embedded(runtime, model, sent.input))
     rows = [first_numbers(vector, sent.dimensions or model.dim) for vector in vectors]
 
     def encoded() -> bytes:
@@ -241,33 +239,13 @@ def _model_of(runtime: Runtime, named: str | None) -> Model:
     )
 
 
-def _with_clean_texts(model: Model, inputs: Sequence[bytes | str]) -> list[bytes | str]:
-    """The inputs with the texts as the text tower reads them.
-
-    Raises: RequestValidationError naming a text that cannot be read; SearchError.
-    """
-    cleaned = list(inputs)
-    for number, sent in enumerate(inputs):
-        if isinstance(sent, str):
-            name = f"input[{number}]"
-            try:
-                tower = model.tower
-            except InvalidParameterError as error:
-                reason = f"{name} = {shown(sent)!r} is not an image, and {error}"
-                raise fault("input", reason) from error
-            try:
-                cleaned[number] = cleaned_text(sent, name, tower)
-            except InvalidParameterError as error:
-                raise fault("input", str(error)) from error
-    return cleaned
-
-
 async def _embedded(runtime: Runtime, model: Model, inputs: Sequence[bytes | str]) -> list[Vector]:
     """The vectors of image files and texts.
 
-    Raises: ImageError naming the input; the errors of `encode` and `encode_texts`.
+    Raises: ImageError or RequestValidationError naming the input; the errors of `encode` and
+        `encode_texts`.
     """
-    texts = [data for data in inputs if isinstance(data, str)]
+    texts = {f"input[{n}]": data for n, data in enumerate(inputs) if isinstance(data, str)}
 
     async def embed(number: int, data: bytes) -> Vector:
         digest = hashlib.sha256(data).hexdigest()
@@ -281,19 +259,31 @@ async def _embedded(runtime: Runtime, model: Model, inputs: Sequence[bytes | str
     tasks: list[asyncio.Task[Vector]] = []
     try:
         with runtime.search_threads.batch():
-            tasks += [
-                asyncio.create_task(embed(n, data))
-                for n, data in enumerate(inputs)
-                if isinstance(data, bytes)
-            ]
             async with within(limit_s, "Embedding the inputs", cure):
-                words = iter(await model.encode_texts(texts) if texts else ())
+                words = iter(await _words(model, texts) if texts else ())  # may be refused
+                tasks += [
+                    asyncio.create_task(embed(n, data))
+                    for n, data in enumerate(inputs)
+                    if isinstance(data, bytes)
+                ]
                 images = iter([await task for task in tasks])
                 return [next(words if isinstance(data, str) else images) for data in inputs]
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _words(model: Model, texts: Mapping[str, str]) -> Embeddings:
+    """The vectors of texts by their names in the request."""
+    try:
+        return await model.encode_texts(texts)
+    except InvalidParameterError as error:
+        reason = str(error)
+        if model.embedder.text is None:
+            name, text = next(iter(texts.items()))
+            reason = f"{name} = {shown(text)!r} is not an image, and {reason}"
+        raise fault("input", reason) from error
 
 
 def _encoded(vector: Vector, form: Literal["float", "base64"] | None) -> list[float] | str:

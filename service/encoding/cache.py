@@ -186,10 +186,16 @@ def decode_boxes(payload: bytes) -> list[FoundBox]:
     return _BOXES.validate_json(payload)
 
 
-def answer_key(bundle_id: str, mode: Mode, gallery: str, generation: str, digest: str) -> str:
-    """The cache key for the answer to a query in a gallery."""
-    name = quote(gallery, safe="")
-    return f"{_PREFIX}:a:{bundle_id}:{mode.key}:{name}:{generation}:{digest}"
+def answer_keys(bundle_id: str, mode: Mode) -> Callable[[str, str, str], str]:
+    """The function that makes the cache key for the answer to a query, by its digest, in a gallery
+    and a generation of it.
+    """
+    start = f"{_PREFIX}:a:{bundle_id}:{mode.key}"
+
+    def key(gallery: str, generation: str, digest: str) -> str:
+        return f"{start}:{quote(gallery, safe='')}:{generation}:{digest}"
+
+    return key
 
 
 def encode_vector(vector: NDArray[np.float32]) -> bytes:

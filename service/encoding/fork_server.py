@@ -247,8 +247,11 @@ def _serve(orders: socket.socket, work: Callable[[Sequence[str]], None]) -> None
         command, *words = text.decode().split()
         if command == "end":
             pid = int(words[0])
-            answer = str(_ended(pid) if pid in workers else 0)  # the id may have been reused
-            workers.discard(pid)
+            answer = "0"
+            if pid in workers:  # otherwise the id may have been reused
+                workers.remove(pid)
+                os.kill(pid, signal.SIGKILL)
+                answer = str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
         else:
             [connection] = descriptors
             try:
@@ -284,11 +287,6 @@ def _die_with(server: int) -> None:
     ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != server:  # it ended before the call
         os._exit(1)
-
-
-def _ended(pid: int) -> int:
-    os.kill(pid, signal.SIGKILL)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def _address_space_bytes() -> int:

@@ -4,7 +4,7 @@ import copy
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +25,7 @@ from kinlens.service.concurrency import BulkKind, SearchThreads, SingleFlight, i
 from kinlens.service.encoding.cache import (
     Cache,
     Lookup,
+    answer_keys,
     boxes_key,
     decode_boxes,
     decode_vector,
@@ -179,6 +180,7 @@ class Model:
         self._search_threads = search_threads
         self._on_batch = on_batch
         self._key = embedding_keys(facts.bundle_id, facts.mode)
+        self.answer_key = answer_keys(facts.bundle_id, facts.mode)
         self._detector = "" if facts.boxes is None else facts.boxes.id
         self._reference_image = facts.known_images()[0]
         self.reference_vector: Vector
@@ -365,14 +367,14 @@ class Model:
             )
         return self.embedder.text
 
-    def embed_texts(self, texts: Sequence[str]) -> Embeddings:
-        """The whole vectors (M, D) of M > 0 texts, from the cache where it has them. The first ones
-        wait until the text tower is opened.
+    def embed_texts(self, texts: Mapping[str, str]) -> Embeddings:
+        """The whole vectors (M, D) of M > 0 texts by their names for errors, from the cache where
+        it has them. The first ones wait until the text tower is opened.
 
         Raises: InvalidParameterError, SearchError, BundleError.
         """
         tower = self.tower
-        cleaned = [cleaned_text(text, f"texts[{n}]", tower) for n, text in enumerate(texts)]
+        cleaned = [cleaned_text(text, name, tower) for name, text in texts.items()]
         keys = {text: text_key(tower.id, text) for text in cleaned}
         read = partial(decode_vector, dim=self._facts.dim)
         cached = self._cache.get_all([Lookup("embedding", key, read) for key in keys.values()])
@@ -383,7 +385,7 @@ class Model:
                 self._cache.set(keys[text], encode_vector(vector))
         return np.stack([vectors[text] for text in cleaned])
 
-    async def encode_texts(self, texts: Sequence[str]) -> Embeddings:
+    async def encode_texts(self, texts: Mapping[str, str]) -> Embeddings:
         """As `embed_texts`, in one bulk call.
 
         Raises: InvalidParameterError, SearchError, BundleError.

@@ -35,7 +35,7 @@ from kinlens.embedder import errors
 from kinlens.embedder.errors import BundleError, ImageError, InvalidParameterError
 from kinlens.embedder.manifest import Preprocessing
 from kinlens.embedder.preprocess import Box, ImageLimits, ImageParts, render_jpeg
-from kinlens.embedder.types import Embed, Embeddings, Images
+from kinlens.embedder.types import Embed
 from kinlens.embedder.views.boxes import Detector
 from kinlens.service.encoding.sandbox import Layer, enter, enter_again
 
@@ -173,7 +173,9 @@ class _Work:
         if not order.embed:
             return pixels.data.cast("B")
         decode_ms = 1e3 * (perf_counter() - started)
-        return found + np.append(self._embedded(pixels), np.float32(decode_ms)).tobytes()
+        assert self.embed is not None
+        signal.setitimer(signal.ITIMER_REAL, EMBED_S)  # replaces the alarm for decoding
+        return found + np.append(self.embed(pixels), np.float32(decode_ms)).tobytes()
 
     def _found(self, parts: ImageParts, order: Order) -> tuple[tuple[Box | None, ...], bytes]:
         """The whole image and the boxes to search with, and all boxes as in a reply."""
@@ -189,11 +191,6 @@ class _Work:
         rows = [BOX.pack(*one.box, one.score, one.kind) for one in found]
         boxes = (None, *(one.box for one in found[: order.parts]))
         return boxes, COUNT.pack(len(rows)) + b"".join(rows)
-
-    def _embedded(self, pixels: Images) -> Embeddings:
-        assert self.embed is not None
-        signal.setitimer(signal.ITIMER_REAL, EMBED_S)  # replaces the alarm for decoding
-        return self.embed(pixels)
 
 
 def _serve(connection: socket.socket, work: _Work) -> bool:

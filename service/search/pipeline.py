@@ -39,7 +39,7 @@ from kinlens.quality.answers import (
 from kinlens.quality.calibration import Calibrated, choose
 from kinlens.quality.guarantee import Guarantee
 from kinlens.service.concurrency import DaemonThreads, SearchThreads, too_late, within
-from kinlens.service.encoding.cache import Cache, Lookup, answer_key
+from kinlens.service.encoding.cache import Cache, Lookup
 from kinlens.service.encoding.model import Known, Model, Stages, View
 from kinlens.service.encoding.workers import Vector
 from kinlens.service.galleries.registry import FILTERED, Registry, Served
@@ -281,8 +281,7 @@ class Pipeline:
             digest += f":{guarantee.digest}"
         if self.image_url:
             digest += f":{hashlib.sha256(self.image_url.encode()).hexdigest()}"
-        mode = model.embedder.mode
-        return answer_key(model.bundle_id, mode, served.name, gallery.generation, digest)
+        return model.answer_key(served.name, gallery.generation, digest)
 
     def _cached(
         self, served: Served, query: Query, key: str, version: str
@@ -401,7 +400,7 @@ def _words(served: Served, query: Query) -> Embeddings:
     """The vectors (M, D) of the texts of a query. The first ones wait for the text tower, which is
     no reading of the gallery.
     """
-    texts = [text for text, _ in query.texts]
+    texts = {f"texts[{number}]": text for number, (text, _) in enumerate(query.texts)}
     return served.model.embed_texts(texts) if texts else np.empty((0, 0), np.float32)
 
 

@@ -116,7 +116,10 @@ class DaemonThreads:
             self._let_go_of_overdue()
             missing = len(self._waiting) - len(self._idle)
             for _ in range(min(self._count - len(self._threads), missing)):
-                self._start_thread()
+                name = f"kinlens-{self._name}"
+                thread = threading.Thread(target=self._serve, name=name, daemon=True)
+                self._threads.append(thread)
+                thread.start()
             wake = self._idle.pop() if self._idle else None  # the most recently used one
         if wake is not None:
             wake.release()
@@ -154,11 +157,6 @@ class DaemonThreads:
             lost = len(self._running.keys() - {*self._threads})
             if since < due and thread in self._threads and lost < 3 * self._count:
                 self._threads.remove(thread)
-
-    def _start_thread(self) -> None:
-        name = f"kinlens-{self._name}"
-        self._threads.append(threading.Thread(target=self._serve, name=name, daemon=True))
-        self._threads[-1].start()
 
     def _serve(self) -> None:
         own = threading.current_thread()
@@ -467,12 +465,9 @@ class SingleFlight(Generic[T]):
         finally:
             flight.waiters -= 1
             if flight.task.done() or not flight.waiters:
-                self._end(key, flight)
-
-    def _end(self, key: str, flight: _Flight[T]) -> None:
-        flight.task.cancel()
-        if self._flights.get(key) is flight:
-            del self._flights[key]
+                flight.task.cancel()
+                if self._flights.get(key) is flight:
+                    del self._flights[key]
 
 
 class Recent(Generic[T]):

@@ -219,7 +219,7 @@ class Found:
         """
         start, end = link_parts(gallery, generation)
         results, fields, by = self.results, self.query.fields, self.query.by
-        shares, views = results.shares, self.query.views
+        shares, views, imageless = results.shares, self.query.views, {"has_image": False}
 
         def listed(hits: Sequence[Hit]) -> list[dict[str, Any]]:
             return [
@@ -232,15 +232,14 @@ class Found:
                     if fields is None
                     else chosen(hit.attributes, fields),
                     "image": f"{start}{hit.id}{end}",
-                    **({} if hit.has_image else elsewhere(hit)),
+                    **({} if hit.has_image else elsewhere(hit) if image_url else imageless),
                 }
                 for hit in hits
             ]
 
         def elsewhere(hit: Hit) -> dict[str, Any]:
-            if not image_url or not (address := image_address(image_url, hit.key, hit.attributes)):
-                return {"has_image": False}
-            return {"has_image": False, "image_url": address}
+            address = image_address(image_url, hit.key, hit.attributes)
+            return {**imageless, **({"image_url": address} if address else {})}
 
         def grouped(group: Group) -> dict[str, Any]:
             return {

@@ -568,7 +568,7 @@ def _attributes_in(
         given = bodies.parse_json(text.encode() or b"null")
         if given is None or isinstance(given, dict):
             return given, None
-        reason = f"{shown(given)} is no object"
+        reason = f"{shown(given)} is not an object"
     except (ValueError, InvalidParameterError) as error:
         reason = str(error)
     return None, InvalidParameterError(

@@ -21,7 +21,7 @@ from kinlens.indexer.index.segment import HASHED_BELOW, SEGMENTS
 from kinlens.indexer.live.compaction import CATALOG, KEEP_REMOVED_S, compact
 from kinlens.indexer.live.keeper import SnapshotKeeper
 from kinlens.indexer.live.writer import GalleryWriter
-from kinlens.indexer.types import VectorType, mismatch
+from kinlens.indexer.types import RESTORE, VectorType, mismatch
 
 
 class Gallery(GalleryWriter):
@@ -248,5 +248,5 @@ def _check_dim(generation: Path, manifest: GalleryManifest, catalog: Catalog) ->
     if found != manifest.dim:
         raise GalleryCorruptError(
             f"{generation} is damaged: the catalogue has vectors of length {found}, the manifest "
-            f"{manifest.dim}. Restore a backup: kinlens-index restore."
+            f"{manifest.dim}. {RESTORE}"
         )

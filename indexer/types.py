@@ -24,6 +24,10 @@ Ids = NDArray[np.int64]
 Scores = NDArray[np.float32]
 """Cosine similarities in [-1, 1], shape (Q, k)."""
 
+RESTORE = "Restore a backup: kinlens-index restore."
+REBUILD = "Rebuild the index from the catalogue: kinlens-index compact GALLERY --rebuild."
+"""What to do about damaged items, and about a damaged index."""
+
 SAME_SCORE = 1e-5
 """Scores this close count as equal: vectors of one image differ by rounding, and a little more on
 another device. Which of two equal items is found does not matter."""

@@ -21,7 +21,6 @@ from kinlens.indexer.catalog.schema import (
     FIRST_STATE,
     INDEXES,
     NEW_FILE,
-    RESTORE,
     SQLITE_ERRORS,
     TABLES,
     VERSION,
@@ -34,7 +33,7 @@ from kinlens.indexer.catalog.schema import (
 )
 from kinlens.indexer.catalog.vectors import VECTORS, VectorFile
 from kinlens.indexer.catalog.write import CatalogWriter
-from kinlens.indexer.types import VectorType
+from kinlens.indexer.types import RESTORE, VectorType
 
 _CACHE_KIB = 8192
 _KEEP_LOG_BYTES = 64 * 1024 * 1024
@@ -100,7 +99,7 @@ class Catalog:
         Raises: GalleryCorruptError; GalleryError if it cannot be read.
         """
         if not path.is_file():
-            raise GalleryCorruptError(f"{path} is missing. {RESTORE}.")
+            raise GalleryCorruptError(f"{path} is missing. {RESTORE}")
         catalog = cls(path, writable=writable)
         try:
             catalog._check()
@@ -207,7 +206,7 @@ class Catalog:
             except FileNotFoundError:
                 connection.execute("ROLLBACK")
         raise GalleryCorruptError(
-            f"The vectors of {self.path.name} are missing in {self._vectors}. {RESTORE}."
+            f"The vectors of {self.path.name} are missing in {self._vectors}. {RESTORE}"
         )
 
     def _define_views(self, connection: sqlite3.Connection) -> bool:

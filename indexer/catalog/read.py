@@ -19,7 +19,6 @@ from kinlens.indexer.attributes import Schema, is_printable
 from kinlens.indexer.catalog.entries import MAX_KEY, is_key
 from kinlens.indexer.catalog.schema import (
     NAMES,
-    RESTORE,
     State,
     damaged,
     item_checksums,
@@ -27,7 +26,7 @@ from kinlens.indexer.catalog.schema import (
     row_checksum,
 )
 from kinlens.indexer.catalog.vectors import VectorFile
-from kinlens.indexer.types import NO_IMAGE, Ids, Item, find_sorted, has_image
+from kinlens.indexer.types import NO_IMAGE, RESTORE, Ids, Item, find_sorted, has_image
 from kinlens.values import AttributeValue, plain_attributes
 
 # Always reads complete rows with their crc: values from a covering index would not be verified.
@@ -486,8 +485,8 @@ class CatalogView:
             reason = f"the vector of item {listed[index]} does not fit its checksum"
             if self.file is not None and vectors is not None:
                 raise GalleryCorruptError(
-                    f"{self.file.path} is damaged: {reason}. {RESTORE}, or remove the item and add "
-                    "its image again."
+                    f"{self.file.path} is damaged: {reason}. {RESTORE} "
+                    "Or remove the item and add its image again."
                 )
             raise damaged(self.connection, reason)
         if vectors is None:

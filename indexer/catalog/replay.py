@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from kinlens.embedder.errors import GalleryCorruptError
 from kinlens.embedder.types import ItemId
 from kinlens.indexer.catalog.read import CatalogView
-from kinlens.indexer.catalog.schema import NAMES, RESTORE
+from kinlens.indexer.catalog.schema import NAMES
 from kinlens.indexer.catalog.vectors import VectorFile
 from kinlens.indexer.catalog.write import CatalogWriter
-from kinlens.indexer.types import Ids, Progress, find_sorted
+from kinlens.indexer.types import RESTORE, Ids, Progress, find_sorted
 
 NameRows = tuple[tuple[int, str, str, int], ...]
 """The rows of `names`."""
@@ -168,7 +168,7 @@ def _rows(view: CatalogView, ids: Ids, since: int) -> Iterator[tuple[Any, ...]]:
     rows = view.connection.execute(_ROWS, (str(ids.tolist()),)).fetchall()
     if len(rows) != len(ids) or view.file is None:
         raise GalleryCorruptError(
-            f"The catalogue lists items that have no row or no vector. {RESTORE}."
+            f"The catalogue lists items that have no row or no vector. {RESTORE}"
         )
     added = np.array([row[6] > since for row in rows], np.bool_)
     positions = view.file.rows_of(ids[added])

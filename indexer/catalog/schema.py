@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 
 from kinlens.embedder.errors import GalleryCorruptError, GalleryError, GalleryWriteError
 from kinlens.embedder.types import ItemId
+from kinlens.indexer.types import RESTORE
 
 SCHEMA_VERSION = 7
 EARLIER = (2, 5, 6)
 """Versions of releases, which `indexer.catalog.earlier` reads and converts."""
-
-RESTORE = "Restore a backup: kinlens-index restore"
 
 # secure_delete: overwrite removed data where that needs no additional write.
 NEW_FILE = """
@@ -189,7 +188,7 @@ def check_schema(path: Path, connection: sqlite3.Connection) -> None:
     elif version > 0:
         cure = "Rebuild the gallery from its images: kinlens-index build."
     else:
-        cure = f"It is not a catalogue. {RESTORE}."
+        cure = f"It is not a catalogue. {RESTORE}"
     raise GalleryCorruptError(
         f"{path} has schema {version}, this version reads {SCHEMA_VERSION}. {cure}"
     )
@@ -234,13 +233,13 @@ def error_code(error: Exception) -> int:
 def damaged(connection: sqlite3.Connection, reason: str) -> GalleryCorruptError:
     """The error for inconsistent or damaged rows."""
     path = connection.execute("PRAGMA database_list").fetchall()[0][2]
-    return GalleryCorruptError(f"{path} is damaged: {reason}. {RESTORE}.")
+    return GalleryCorruptError(f"{path} is damaged: {reason}. {RESTORE}")
 
 
 def read_error(path: Path, error: Exception) -> GalleryError:
     """Translate an error of SQLite while reading the catalogue `path`."""
     if _is_damage(error):
-        return GalleryCorruptError(f"{path} is damaged: {error}. {RESTORE}.")
+        return GalleryCorruptError(f"{path} is damaged: {error}. {RESTORE}")
     if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_IOERR_SHMSIZE:
         return GalleryError(
             f"{path} cannot be opened: there is no space for its log. Free space on the disk and "
@@ -256,7 +255,7 @@ def write_error(path: Path, error: Exception) -> GalleryError:
     """Translate an error of SQLite while writing the catalogue `path`."""
     code = error_code(error)
     if _is_damage(error):
-        return GalleryCorruptError(f"{path} is damaged: {error}. {RESTORE}.")
+        return GalleryCorruptError(f"{path} is damaged: {error}. {RESTORE}")
     cure = _WRITE_CURES.get(code, "Check the disk and try again")
     return GalleryWriteError(f"Nothing was written to {path}: {error}. {cure}.")
 

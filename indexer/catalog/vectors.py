@@ -27,7 +27,7 @@ from numpy.lib import format as npy
 from kinlens.embedder.durable import lock_folder, sync
 from kinlens.embedder.errors import GalleryCorruptError
 from kinlens.embedder.types import Embeddings
-from kinlens.indexer.types import Ids, Progress, StoredRows, VectorType, find_sorted
+from kinlens.indexer.types import RESTORE, Ids, Progress, StoredRows, VectorType, find_sorted
 
 VECTORS = "vectors"
 """The folder of a generation that contains the files of vectors."""
@@ -36,7 +36,6 @@ ROWS: dict[VectorType, str] = {"fp32": "rows.f32", "fp16": "rows.f16"}
 """The name of the file of rows, by vector type."""
 
 NUMBERS = "numbers.npy"
-_RESTORE = "Restore a backup: kinlens-index restore."
 _COPY_ROWS = 4096  # rows copied at a time
 _NO_IDS: Ids = np.empty(0, np.int64)
 _DTYPES = {"fp32": np.float32, "fp16": np.float16}
@@ -145,7 +144,7 @@ class VectorFile:
         if start < len(ids):
             raise GalleryCorruptError(
                 f"The catalogue lists {len(ids):,} items, but the vectors differ from the list "
-                f"from position {start:,} on. {_RESTORE}"
+                f"from position {start:,} on. {RESTORE}"
             )
         numbers = np.append(ids, last)
         with (folder / NUMBERS).open("xb") as file:
@@ -179,7 +178,7 @@ class VectorFile:
         rows = self.row_ids.rows_of(ids)
         if rows.min(initial=0) < 0:
             raise GalleryCorruptError(
-                f"{self.path} has no vector of item {ids[rows < 0][0]}. {_RESTORE}"
+                f"{self.path} has no vector of item {ids[rows < 0][0]}. {RESTORE}"
             )
         return rows
 
@@ -236,7 +235,7 @@ class VectorFile:
         if found < count:
             raise GalleryCorruptError(
                 f"{self.path} has {found:,} vectors, the catalogue counts {count:,}: the file was "
-                f"truncated. {_RESTORE}"
+                f"truncated. {RESTORE}"
             )
         data = mmap.mmap(self._descriptor, found * self._row_bytes, access=mmap.ACCESS_READ)
         return np.frombuffer(data, self.dtype).reshape(found, self.dim)
@@ -256,10 +255,10 @@ def _read_ids(path: Path) -> tuple[RowIds, int]:
     except FileNotFoundError:
         raise
     except (OSError, ValueError) as error:
-        raise GalleryCorruptError(f"{path} is not an array: {error}. {_RESTORE}") from error
+        raise GalleryCorruptError(f"{path} is not an array: {error}. {RESTORE}") from error
     is_whole = found.dtype == np.int64 and found.ndim == 1 and len(found) > 1
     if not is_whole or zlib.crc32(found[:-1].data) != found[-1]:
-        raise GalleryCorruptError(f"{path} does not fit its checksum. {_RESTORE}")
+        raise GalleryCorruptError(f"{path} does not fit its checksum. {RESTORE}")
     base, last = found[:-2], int(found[-2])
     if len(base) == last:  # no gaps, so rows can be computed without a lookup
         return RowIds(_NO_IDS, 0), last

@@ -23,7 +23,7 @@ from kinlens.indexer.images import source_bytes
 from kinlens.indexer.live.compaction import CATALOG, with_state
 from kinlens.indexer.live.keeper import open_segment
 from kinlens.indexer.live.ranking import check_search
-from kinlens.indexer.types import SAME_SCORE, Ids, Item, Progress, Scores, SearchOptions
+from kinlens.indexer.types import REBUILD, SAME_SCORE, Ids, Item, Progress, Scores, SearchOptions
 from kinlens.reports import Report
 from kinlens.values import values_in
 
@@ -70,14 +70,10 @@ def _check_columns(generation: Path, view: CatalogView) -> None:
                 if {*values} != {*values_in(some.get(name))}:
                     raise GalleryCorruptError(
                         f"The column {name!r} of the index has {values!r:.80} for item {number}, "
-                        f"which has {some.get(name)!r:.80}. Rebuild the index: kinlens-index "
-                        "compact GALLERY --rebuild."
+                        f"which has {some.get(name)!r:.80}. {REBUILD}"
                     )
         for name in {name for some in attributes for name in some} - columns.columns.keys():
-            raise GalleryCorruptError(
-                f"The index has no column {name!r}. Rebuild the index: kinlens-index compact "
-                "GALLERY --rebuild."
-            )
+            raise GalleryCorruptError(f"The index has no column {name!r}. {REBUILD}")
 
 
 def size_of(path: Path | str) -> int:
@@ -305,8 +301,7 @@ def _not_first(
             if abs(score - expected) > SAME_SCORE:
                 faults[row] = (
                     f"The index gives it the score {score:.6f} with {found.key!r}, but the stored "
-                    f"vectors give {expected:.6f}. Rebuild the index: kinlens-index compact "
-                    "GALLERY --rebuild."
+                    f"vectors give {expected:.6f}. {REBUILD}"
                 )
             elif abs(score - own_score) > SAME_SCORE and found.sha256 != item.sha256:
                 # not itself, a copy, or an item with an equal vector

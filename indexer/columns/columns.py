@@ -33,7 +33,7 @@ from kinlens.indexer.columns.values import (
     places_of,
     to_arrays,
 )
-from kinlens.indexer.types import Ids, numbers_in
+from kinlens.indexer.types import REBUILD, RESTORE, Ids, numbers_in
 from kinlens.values import AttributeType, AttributeValue, Scalar, values_in
 
 COLUMN_BYTES = 40
@@ -51,7 +51,6 @@ _LOOKUP_RATIO = 16  # fewer than one row in 16 are looked up one by one
 _MAX_COMPARED_SPANS = 4  # up to this number of spans, comparing is faster than a lookup table
 _MAX_COUNTS = 2**18  # codes up to which a change updates counts instead of counting all rows
 _VERIFIED_BELOW = 64 * 2**20  # bytes of a file whose checksum is verified
-_CURE = "Rebuild it from the catalogue: kinlens-index compact GALLERY --rebuild."
 
 Attributes = Mapping[str, AttributeValue]
 Codes = NDArray[np.unsignedinteger[Any]]
@@ -325,7 +324,7 @@ class Column:
             else:
                 counts = np.bincount(part)
             if len(counts) > len(found):
-                raise GalleryCorruptError(f"A column of the index has unknown values. {_CURE}")
+                raise GalleryCorruptError(f"A column of the index has unknown values. {REBUILD}")
             found[: len(counts)] += counts
         return found[1:]
 
@@ -448,10 +447,7 @@ class Columns:
         known = {name: own for name, own in self.columns.items() if types.get(name) == own.type}
         touched = self.row_ids.rows_of(ids)
         if touched.min(initial=0) < 0:
-            raise GalleryCorruptError(
-                f"Item {ids[touched < 0][0]} has no vector. Restore a backup: kinlens-index "
-                "restore."
-            )
+            raise GalleryCorruptError(f"Item {ids[touched < 0][0]} has no vector. {RESTORE}")
         for name in {*known, *(name for own in attributes for name in own)} if len(ids) else ():
             before = known.get(name) or Column(Dictionary(types[name], packed([], types[name])), [])
             rows, values = _entries(touched, [own.get(name) for own in attributes])
@@ -490,7 +486,7 @@ class Columns:
         except FileNotFoundError:
             raise
         except (OSError, KeyError, ValueError, TypeError, IndexError) as error:
-            raise GalleryCorruptError(f"{path} is damaged: {error}. {_CURE}") from error
+            raise GalleryCorruptError(f"{path} is damaged: {error}. {REBUILD}") from error
         return cls(space, row_ids, seq, size, columns)
 
     def write(self, folder: Path) -> None:

@@ -15,7 +15,7 @@ from kinlens.embedder.durable import rename, sync
 from kinlens.embedder.errors import GalleryCorruptError
 from kinlens.embedder.types import SHORT
 from kinlens.indexer.index.segment import SegmentManifest, brief
-from kinlens.indexer.types import GALLERY_NAME, VectorType
+from kinlens.indexer.types import GALLERY_NAME, RESTORE, VectorType
 
 MANIFEST = "manifest.json"
 """The manifest file; a folder that contains it is a generation."""
@@ -148,9 +148,7 @@ def read_report(generation: Path) -> dict[str, Any]:
     try:
         report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise GalleryCorruptError(
-            f"{path} cannot be read: {error}. Restore a backup: kinlens-index restore."
-        ) from error
+        raise GalleryCorruptError(f"{path} cannot be read: {error}. {RESTORE}") from error
     return report
 
 

@@ -26,7 +26,7 @@ from kinlens.indexer.index.index_types import (
     scaled,
 )
 from kinlens.indexer.index.plan import Plan
-from kinlens.indexer.types import Ids, Progress, Scores, StoredRows
+from kinlens.indexer.types import REBUILD, Ids, Progress, Scores, StoredRows
 
 CHUNK = 65_536
 """Vectors that are compared, or added to codes, at a time."""
@@ -56,7 +56,6 @@ _STEP_COST = 8  # cost of a graph step, in comparisons
 _HALF_IN_BLOCKS = 8  # queries above which half-precision vectors are compared in blocks
 _PARALLEL_FROM = 20_000  # vectors from which on a build uses all cores
 _BLOCK = 65_536  # bytes per write; with FAISS' default of 1 MiB, writing is half as fast
-_CURE = "Rebuild the index from the catalogue: kinlens-index compact GALLERY --rebuild."
 
 
 class SegmentIndex:
@@ -531,7 +530,7 @@ def _read_codes(path: Path, index_type: IndexType, shape: tuple[int, int]) -> fa
     except (RuntimeError, MemoryError) as error:
         raise GalleryCorruptError(
             f"{path} is not a readable index: it is missing, truncated or damaged "
-            f"({faiss_reason(error)}). {_CURE}"
+            f"({faiss_reason(error)}). {REBUILD}"
         ) from error
     own = faiss.downcast_index(codes.index) if isinstance(codes, faiss.IndexIDMap) else codes
     found = (type(own), codes.metric_type, codes.ntotal, codes.d)
@@ -539,7 +538,7 @@ def _read_codes(path: Path, index_type: IndexType, shape: tuple[int, int]) -> fa
         raise GalleryCorruptError(
             f"{path} has {codes.ntotal:,} vectors of length {codes.d} in a "
             f"{type(own).__name__}, but the segment has {shape[0]:,} of length "
-            f"{shape[1]} in an index {index_type.name}. {_CURE}"
+            f"{shape[1]} in an index {index_type.name}. {REBUILD}"
         )
     return codes
 

@@ -37,7 +37,7 @@ from kinlens.indexer.index.gpu import GpuCopy
 from kinlens.indexer.index.index_types import INDEX_TYPES, Effort, IndexKind, full
 from kinlens.indexer.index.plan import IndexSettings, Plan, plan_compaction
 from kinlens.indexer.index.tune import Tuned, measuring, tune
-from kinlens.indexer.types import Ids, IndexLocation, Progress, StoredRows, VectorType
+from kinlens.indexer.types import REBUILD, Ids, IndexLocation, Progress, StoredRows, VectorType
 
 _log = logging.getLogger(__name__)
 
@@ -59,7 +59,6 @@ _TRUE_CODES = 3
 """The first schema version in which all codes of an updated index are right; see `_clear_unused` of
 kinlens.indexer.index.faiss. Earlier indexes are rebuilt."""
 
-_CURE = "Rebuild the index from the catalogue: kinlens-index compact GALLERY --rebuild."
 _SHORT = 12
 _MIB = 2**20
 _REMOVED_KINDS = ("fp16", "ivf-rabitq", "cagra")
@@ -163,17 +162,17 @@ def read_segment_manifest(folder: Path) -> SegmentManifest:
     except (OSError, ValueError) as error:
         raise GalleryCorruptError(
             f"{path} is not a segment manifest that this version of Kinlens can read: "
-            f"{brief(error)}. {_CURE}"
+            f"{brief(error)}. {REBUILD}"
         ) from error
     if manifest.vectors and not is_removed and manifest.digest != manifest.computed_digest:
-        raise GalleryCorruptError(f"{path} is damaged: it does not match its digest. {_CURE}")
+        raise GalleryCorruptError(f"{path} is damaged: it does not match its digest. {REBUILD}")
     expected = {REMOVED} if manifest.vectors else {_OWN_VECTORS, _OWN_IDS}
     expected |= {INDEX} if INDEX_TYPES[manifest.kind].faiss_class else set()
     expected |= {COPIES} if manifest.copies else set()
     if manifest.files.keys() - {COLUMNS} != expected:
         raise GalleryCorruptError(
             f"{path} lists the files {sorted(manifest.files)}, but an index {manifest.kind} "
-            f"has {sorted(expected)}. {_CURE}"
+            f"has {sorted(expected)}. {REBUILD}"
         )
     return manifest
 
@@ -205,23 +204,25 @@ def check_file(path: Path, facts: FileFacts, verify_hash: bool | None) -> None:
         if found != facts.bytes:
             raise GalleryCorruptError(
                 f"{path} has {found:,} bytes, but {facts.bytes:,} in the manifest: the file was "
-                f"truncated or changed. {_CURE}"
+                f"truncated or changed. {REBUILD}"
             )
         if verify_hash is False or (verify_hash is None and found >= HASHED_BELOW):
             return
         sha256 = sha256_of(path)
     except OSError as error:
-        raise GalleryCorruptError(f"{path} cannot be read: {error}. {_CURE}") from error
+        raise GalleryCorruptError(f"{path} cannot be read: {error}. {REBUILD}") from error
     if sha256 != facts.sha256:
         raise GalleryCorruptError(
             f"{path} has sha256 {sha256[:_SHORT]}, but {facts.sha256[:_SHORT]} in the manifest: "
-            f"the file is damaged or was changed. {_CURE}"
+            f"the file is damaged or was changed. {REBUILD}"
         )
 
 
 def missing_segment(folder: Path) -> GalleryCorruptError:
     """The error for a segment that the catalogue names and nobody has replaced."""
-    return GalleryCorruptError(f"The segment {folder.name} is missing in {folder.parent}. {_CURE}")
+    return GalleryCorruptError(
+        f"The segment {folder.name} is missing in {folder.parent}. {REBUILD}"
+    )
 
 
 def read_copies(folder: Path, manifest: SegmentManifest) -> Copies | None:
@@ -232,9 +233,9 @@ def read_copies(folder: Path, manifest: SegmentManifest) -> Copies | None:
     try:
         pairs = np.fromfile(path, np.int64).reshape(2, -1)
     except (OSError, ValueError) as error:
-        raise GalleryCorruptError(f"{path} cannot be read: {error}. {_CURE}") from error
+        raise GalleryCorruptError(f"{path} cannot be read: {error}. {REBUILD}") from error
     if pairs.size and not 0 <= pairs.min() <= pairs.max() < manifest.size:
-        raise GalleryCorruptError(f"{path} is damaged: it names unknown rows. {_CURE}")
+        raise GalleryCorruptError(f"{path} is damaged: it names unknown rows. {REBUILD}")
     return Copies.from_array(pairs, manifest.size)
 
 
@@ -285,7 +286,7 @@ class Segment:
         file = VectorFile.open(folder.parent.parent / VECTORS / manifest.vectors, manifest.dim)
         removed = np.fromfile(folder / REMOVED, np.uint8)
         if len(removed) != (manifest.size + 7) // 8:
-            raise GalleryCorruptError(f"{folder / REMOVED} has the wrong length. {_CURE}")
+            raise GalleryCorruptError(f"{folder / REMOVED} has the wrong length. {REBUILD}")
         codes = folder / INDEX if INDEX in manifest.files else None
         copies = read_copies(folder, manifest)
         indexed = manifest.items - manifest.copies

@@ -20,6 +20,7 @@ from kinlens.indexer.columns.columns import Columns
 from kinlens.indexer.index.segment import COPY_S, SEGMENTS, Segment, missing_segment
 from kinlens.indexer.live.compaction import collect
 from kinlens.indexer.live.snapshot import Snapshot
+from kinlens.indexer.types import RESTORE
 
 _COLLECT_S = 0.1
 _RETRY_S = 60.0  # pause after a segment could not be opened
@@ -150,7 +151,7 @@ class SnapshotKeeper:
         if snapshot.size != state.size:
             raise GalleryCorruptError(
                 f"The index of {self.generation} has {snapshot.size:,} items, the catalogue "
-                f"counts {state.size:,}: it is damaged. Restore a backup: kinlens-index restore."
+                f"counts {state.size:,}: it is damaged. {RESTORE}"
             )
         self._snapshot = snapshot
         return snapshot

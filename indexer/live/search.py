@@ -29,6 +29,8 @@ from kinlens.indexer.live.ranking import (
 from kinlens.indexer.live.rerank import reorder_of
 from kinlens.indexer.live.snapshot import Snapshot
 from kinlens.indexer.types import (
+    REBUILD,
+    RESTORE,
     Facet,
     Group,
     Grouping,
@@ -337,8 +339,7 @@ def _rows(now: Reading, ids: Collection[ItemId], options: SearchOptions) -> dict
     if len(found) < len(wanted):
         missing = next(item_id for item_id in wanted if item_id not in found)
         raise GalleryCorruptError(
-            f"Item {missing} is in the index but not in the catalogue. Rebuild the index: "
-            "kinlens-index compact GALLERY --rebuild."
+            f"Item {missing} is in the index but not in the catalogue. {REBUILD}"
         )
     if options.filter is not None:
         _check_fit(found, options.filter)
@@ -351,7 +352,7 @@ def _check_fit(found: Mapping[ItemId, Row], where: Filter) -> None:
         if not where.matches(attributes):
             raise GalleryCorruptError(
                 f"The catalogue is damaged: item {item_id} is listed under attributes that it does "
-                "not have. Restore a backup: kinlens-index restore."
+                f"not have. {RESTORE}"
             )
 
 

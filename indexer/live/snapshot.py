@@ -25,7 +25,7 @@ from kinlens.indexer.index.copies import Copies, by_owner
 from kinlens.indexer.index.faiss import SegmentIndex, range_search
 from kinlens.indexer.index.index_types import Effort, full
 from kinlens.indexer.index.segment import Segment
-from kinlens.indexer.types import Ids, Scores, StoredRows, numbers_in
+from kinlens.indexer.types import REBUILD, Ids, Scores, StoredRows, numbers_in
 
 _OVERFETCH = 2  # extra items to fetch, as a multiple of the expected number of removed hits
 _MAX_DROPPED = 0.25  # share of hidden items above which a search with a mask is faster
@@ -254,8 +254,7 @@ class Snapshot:
         rows = self.file.row_ids.rows_of(ids)
         if not ((rows >= 0) & (rows < self.row_count)).all() or not has_bits(self.live, rows).all():
             raise GalleryCorruptError(
-                "An item of the catalogue is missing from the index. Rebuild the index: "
-                "kinlens-index compact GALLERY --rebuild."
+                f"An item of the catalogue is missing from the index. {REBUILD}"
             )
         return rows
 

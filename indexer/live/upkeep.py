@@ -23,7 +23,7 @@ from kinlens.indexer.live.compaction import (
     compact,
 )
 from kinlens.indexer.live.reader import GalleryReader
-from kinlens.indexer.types import IndexLocation, Progress
+from kinlens.indexer.types import RESTORE, IndexLocation, Progress
 
 _MAX_DEAD = 0.2  # share of removed items in a segment above which a compaction is due
 _SMALL_DELTA = 10_000
@@ -66,9 +66,7 @@ class GalleryUpkeep(GalleryReader):
         except FileNotFoundError:
             return []
         except ValueError as error:
-            raise GalleryCorruptError(
-                f"{path} cannot be read: {error}. Restore a backup: kinlens-index restore."
-            ) from error
+            raise GalleryCorruptError(f"{path} cannot be read: {error}. {RESTORE}") from error
 
     @property
     def version(self) -> str:

@@ -14,7 +14,7 @@ from kinlens.embedder.errors import KinlensError, StateError, disk_fault
 from kinlens.indexer.galleries import gpu_memory, snapshot_at
 from kinlens.indexer.gallery import Gallery as IndexedGallery
 from kinlens.service.access.keys import open_keys
-from kinlens.service.cards import describe_link
+from kinlens.service.access.links import describe_link
 from kinlens.service.encoding.model import Backend
 from kinlens.service.encoding.sandbox import absences, holding
 from kinlens.service.galleries.bundles import Bundles

@@ -36,7 +36,7 @@ from kinlens.models import (
     RestoreAnswer,
 )
 from kinlens.service.access.audit import note
-from kinlens.service.access.links import image_link
+from kinlens.service.access.links import image_address, image_link
 from kinlens.service.access.rates import account_of
 from kinlens.service.api import requests
 from kinlens.service.api.galleries import (
@@ -51,7 +51,6 @@ from kinlens.service.api.galleries import (
     unknown_key,
 )
 from kinlens.service.api.requests import Strict, where_of
-from kinlens.service.cards import image_address
 from kinlens.service.encoding.vectors import vector_content
 from kinlens.service.galleries.items import NewItem
 from kinlens.service.galleries.locations import Gallery

@@ -31,8 +31,7 @@ from kinlens.indexer.types import (
 )
 from kinlens.models import Distinct
 from kinlens.quality.answers import Results
-from kinlens.service.access.links import link_parts
-from kinlens.service.cards import image_address
+from kinlens.service.access.links import image_address, link_parts
 from kinlens.service.encoding.model import Stages, View
 from kinlens.service.encoding.vectors import VectorView
 from kinlens.service.galleries.view import GalleryView

@@ -11,7 +11,16 @@ from playwright.sync_api import Browser, Page, Route, expect
 
 from tests.support import admin_page
 from tests.support.admin_page import AdminShop
-from tests.support.page_browser import FOCUSED, RUN_AXE, OpenPage, faults, send_image, settled
+from tests.support.page_browser import (
+    FOCUSED,
+    RUN_AXE,
+    OpenPage,
+    faults,
+    intercept,
+    received,
+    send_image,
+    settled,
+)
 from tests.support.seams import FeedbackStore
 from tests.support.servers import render
 from tests.support.shops import sha256
@@ -146,6 +155,24 @@ def test_keys_work_only_within_the_labels(labelling: Labelling, stocked: AdminSh
     expect(page.get_by_test_id("label-hit")).to_have_count(PRODUCTS)
     expect(page.get_by_test_id("label-more")).to_be_hidden()
     expect(page.get_by_test_id("label-left")).to_have_text("4 to label")
+    assert golden(stocked) == []
+
+
+def test_nobody_denies_products_that_are_not_shown_yet(
+    labelling: Labelling, stocked: AdminShop
+) -> None:
+    labelling.shows(4)
+    page = labelling.page
+    page.get_by_test_id("to-items").click()
+    pending = intercept(page, "**/search")
+    page.get_by_test_id("to-golden").click()
+    received(page, pending, 1)
+    expect(page.get_by_test_id("label-none")).to_be_disabled()
+    page.get_by_test_id("label-title").focus()
+    page.keyboard.press("0")
+    pending[0].continue_()
+    labelling.shows(4)
+    expect(page.get_by_test_id("label-none")).to_be_enabled()
     assert golden(stocked) == []
 
 

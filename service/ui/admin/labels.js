@@ -43,6 +43,8 @@ function showQuery() {
   ui["label-hits"].replaceChildren();
   ui["label-left"].textContent = `${grouped(left)} to label`;
   ui["label-undo"].hidden = last === null;
+  ui["label-none"].disabled = true; // until the products are there to be looked at
+  ui["label-more"].hidden = true;
   ui["label-text"].hidden = true;
   ui["label-work"].hidden = false;
 }
@@ -68,6 +70,7 @@ async function search(k) {
   if (mine !== turn) return;
   const rows = groups ?? hits.map((hit) => ({ value: null, hits: [hit] }));
   ui["label-hits"].replaceChildren(...rows.map(hitOf));
+  ui["label-none"].disabled = false;
   ui["label-more"].hidden = k === MORE || rows.length < k;
 }
 

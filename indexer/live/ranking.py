@@ -409,9 +409,11 @@ def check_search(k: int, options: SearchOptions, dim: int, queries: Embeddings) 
     wrong = ~(np.abs(norms - 1) <= NORM_TOLERANCE)  # true of NaN as well
     if wrong.any():
         row = int(np.argmax(wrong))
-        raise InvalidParameterError(
-            f"Query {row} has norm {norms[row]:.4g}, not 1. Divide it by its norm."
+        has_direction = 0 < norms[row] < np.inf
+        cure = (
+            "Divide it by its norm" if has_direction else "Pass finite numbers, not all of them 0"
         )
+        raise InvalidParameterError(f"Query {row} has norm {norms[row]:.4g}, not 1. {cure}.")
     return normalised(checked, norms)
 
 

@@ -18,6 +18,7 @@ from kinlens.embedder.session import OnnxEmbedder
 from kinlens.reports import THUMBNAIL_PX, Report, photo_card, photo_grid
 
 Device = Literal["cpu", "cuda"]
+_ADDRESS = re.compile(r"[A-Za-z0-9+.-]{2,}:/")  # a Path has one slash
 _NAMED, _FOLDERS = 3, 100
 _QUERIES, _RESULTS = 4, 4
 """Of the photos in a report: queries, and results of each."""
@@ -182,6 +183,12 @@ def check_folder(path: Any, kind: type[Exception], needed: str | None = None) ->
     """
     if not isinstance(path, str | os.PathLike) or not os.fspath(path):
         raise kind(f"path = {path!r:.80} must be the path of a folder.")
+    if needed and _ADDRESS.match(str(path)):
+        raise kind(
+            f"path = {str(path)!r} is an address. Copy it into a folder; that of a model on the "
+            "Hugging Face Hub is hf://org/name, for load_bundle, and kinlens.restore_gallery "
+            "copies galleries."
+        )
     folder = user_path(path)
     try:
         is_folder = stat.S_ISDIR(os.stat(folder).st_mode)  # noqa: PTH116 (Path hides a zero byte)

@@ -99,7 +99,7 @@ def read_image(image: Any, max_bytes: int, number: int | None = None) -> NamedIm
     if isinstance(image, bytes | bytearray | memoryview):
         return NamedImage(name, bytes(image))
     if hasattr(image, "read"):
-        named = f"image {getattr(image, 'name', name)}"
+        named = f"image {image.name}" if hasattr(image, "name") else name
         if not isinstance(data := image.read(), bytes):
             raise InvalidParameterError(f'The {named} is open as text. Open it with mode "rb".')
         return NamedImage(named, data)

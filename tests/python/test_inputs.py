@@ -22,7 +22,7 @@ from kinlens.embedder.errors import (
     SourceError,
 )
 from kinlens.embedder.session import OnnxEmbedder
-from tests.tiny import TINY_DIM, encoded, photo
+from tests.tiny import TINY_DIM, encoded, photo, write_tiny_bundle
 
 VECTORS = np.random.default_rng(0).standard_normal((2, TINY_DIM)).astype(np.float32)
 KEYS = ["a", "b"]
@@ -266,6 +266,8 @@ def test_wrong_arguments_are_named(
         ("empty", "is an empty folder", "is an empty folder"),
         ("notes", "it has a.txt", "neither a gallery nor a bundle"),
         ("", "must be the path", "must be the path"),
+        ("s3://shop/made", "is an address. Copy it into a folder", "is an address"),
+        (Path("hf://org/name"), "for load_bundle", None),
         ("nothing", "nothing does not exist", "nothing does not exist"),
         (".", "is a folder of galleries: made", "is a folder of galleries: made"),
     ],
@@ -289,11 +291,13 @@ def test_a_wrong_path_names_what_is_there(
             kinlens.load_bundle(path)
 
 
-def test_a_bundle_says_what_it_is_and_how_good(bundle: Any, make_tiny_bundle: Any) -> None:
+def test_a_bundle_says_what_it_is_and_how_good(bundle: Any, tmp_path: Path) -> None:
     assert "8 numbers for each photo" in repr(bundle)
     assert repr(bundle).endswith("; not tested>")
-    shown: str = getattr(bundle, "_repr_html_")()  # noqa: B009
-    assert "not tested" in shown
+    tested = kinlens.load_bundle(write_tiny_bundle(tmp_path, recall={"R@1": 66.9}).path)
+    shown: str = getattr(tested, "_repr_html_")()  # noqa: B009
+    for text in (repr(tested), shown):
+        assert "for 67 of 100 photos of its test, the first result is right" in text
 
 
 @pytest.mark.parametrize(

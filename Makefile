@@ -73,9 +73,9 @@ test: $(VENV)/.dev  ## All tests but the long ones and those of make check, in T
 
 LOWEST = .venv-lowest/lowest.txt
 
+# Only what we require ourselves is constrained: the packages of the tests choose what they need.
 test-lowest: $(VENV)/.uv  ## All tests with the oldest version of each package that pyproject.toml allows
 	@mkdir -p $(dir $(LOWEST))
-	# Only our own requirements are constrained: the packages of the tests choose what they need.
 	$(UV) pip compile --quiet pyproject.toml $(EXTRAS:%=--extra %) --resolution lowest-direct \
 	  --python-version 3.11 --no-header --annotation-style line --output-file $(LOWEST).all
 	grep '(pyproject.toml)' $(LOWEST).all >$(LOWEST)

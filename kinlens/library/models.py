@@ -120,7 +120,7 @@ def adapt(
             "figures are too high. `kinlens-train data doctor` lists them."
         )
     digest = digest_of(job, split)
-    folder = Path("runs", f"adapt-{name}-{digest[:8]}") if run is None else Path(run)
+    folder = Path("runs", f"adapt-{name}-{digest[:8]}") if run is None else Path(run).expanduser()
     with console_listener(verbose, brief=not verbose) as listener:
         result = train(job, split, folder, digest, listener)
     noted = noting_refusals(precisions, verbose)
@@ -151,7 +151,7 @@ def _start(
         )
     from kinlens.embedder.bundle import Bundle
 
-    manifest = Bundle.open(bundle).manifest
+    manifest = Bundle.open(Path(bundle).expanduser()).manifest
     settings = {
         "model.backbone": manifest.backbone,
         "model.weights": str(bundle),
@@ -374,9 +374,9 @@ def attach(
     from kinlens.embedder.bundle import attach as write
     from kinlens.training.bundles.boxes import Given, describe_detector, known_layout
 
-    out = Path(out)
+    out = Path(out).expanduser()
     make_room(out)
-    opened = Bundle.open(bundle)
+    opened = Bundle.open(Path(bundle).expanduser())
     if scale not in (None, 1, 255):
         raise ExportError(f"--scale {scale} is not 1 or 255.")
     given = Given(
@@ -390,8 +390,8 @@ def attach(
         labels=_labels(labels),
         licence=licence,
     )
-    block, per_image = describe_detector(Path(boxes), opened.golden_images(), given)
-    made = write(opened, out, {BOXES: Path(boxes)}, boxes=block)
+    block, per_image = describe_detector(Path(boxes).expanduser(), opened.golden_images(), given)
+    made = write(opened, out, {BOXES: Path(boxes).expanduser()}, boxes=block)
     lines = [
         f"bundle {made.bundle_id[:12]} with a detector in {out}: {block.layout}, "
         f"{block.width_px} x {block.height_px} px, {len(block.labels)} labels, {per_image:.1f} "
@@ -409,7 +409,7 @@ def _labels(given: Sequence[str] | str | Path | None) -> list[str] | None:
     if given is None or not isinstance(given, str | Path):
         return None if given is None else [*given]
     try:
-        return Path(given).read_text(encoding="utf-8").splitlines()
+        return Path(given).expanduser().read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:
         raise ExportError(f"The labels {given} cannot be read: {error}.") from error
 
@@ -457,7 +457,7 @@ def teach_words(
     from kinlens.library.galleries import open_gallery
     from kinlens.training.words.teach import teach
 
-    out = Path(out)
+    out = Path(out).expanduser()
     make_room(out)
     embedder = load_bundle(bundle)
     with open_gallery(gallery, embedder) as opened:
@@ -468,8 +468,8 @@ def teach_words(
                 "vector. Teach with one that was built without --dims; its words fit both."
             )
         items = (entry for batch in store.scan() for entry in batch)
-        clicked = None if clicks is None else Path(clicks)
-        files = Path(text_model), Path(tokenizer)
+        clicked = None if clicks is None else Path(clicks).expanduser()
+        files = Path(text_model).expanduser(), Path(tokenizer).expanduser()
         taught = teach(embedder.bundle, items, *files, out, attributes, product, clicked, licence)
     tower = taught.bundle.manifest.text
     assert tower is not None

@@ -44,6 +44,7 @@ from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.images import read_image
 from kinlens.indexer.ingest.tables import read_table
 from kinlens.library import upkeep
+from kinlens.library.bundles import user_path
 from kinlens.library.hits import Searcher
 from kinlens.library.images import crop_of
 from kinlens.library.images import read_image as given_image
@@ -121,7 +122,7 @@ def add_golden_list(gallery: Gallery, file: Path | str) -> GoldenQueries:
 
     Raises: SourceError, InvalidParameterError, FilterError.
     """
-    file, new = Path(file), []
+    file, new = Path(user_path(file)), []
     schema = gallery.schema()
     parts = [name for name in (_TEXT, _CROP) if name not in schema]
     for row in read_table(file, ("image",), {**schema, **dict.fromkeys((_KEYS, *parts), "text")}):

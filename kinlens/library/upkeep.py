@@ -53,7 +53,7 @@ from kinlens.indexer.types import (
 )
 from kinlens.indexer.uploads import UploadFolder
 from kinlens.library import stores
-from kinlens.library.bundles import bundle_folder
+from kinlens.library.bundles import bundle_folder, user_path
 from kinlens.quality.calibrator import Calibrator
 from kinlens.quality.golden import GoldenSet
 from kinlens.reports import Report
@@ -124,7 +124,7 @@ def verify(
     Raises: GalleryCorruptError for a damaged file; GalleryError, InvalidParameterError.
     """
     if isinstance(queries, Path | str):
-        queries = read_vectors(Path(queries))
+        queries = read_vectors(Path(user_path(queries)))
     vectors = None if queries is None else np.asarray(queries, np.float32)
     GoldenSet(path).check()
     with progress_bar(sample_size(size_of(path), sample), "Searching", shown=shown) as advance:
@@ -200,7 +200,7 @@ def export(store: stores.Store, out: Path | str, *, shown: bool | None = None) -
     Raises: GalleryWriteError, GalleryBusyError; EngineUnavailableError without pyarrow.
     """
     with progress_bar(store.size, "Exporting", shown=shown) as advance:
-        return export_gallery(store, out, _facts_of(store), advance)
+        return export_gallery(store, user_path(out), _facts_of(store), advance)
 
 
 def import_gallery(
@@ -243,10 +243,11 @@ def import_gallery(
         >>> report = kinlens.import_gallery("vectors.parquet", "galleries/mine", model="clip")
         >>> gallery = kinlens.open_gallery("galleries/mine")
     """
-    is_remote, address = str(out).startswith(MILVUS), str(out)
+    out = user_path(out)
+    is_remote = out.startswith(MILVUS)
     _check_choice(is_remote, vector_type, index)
     sources = [source] if isinstance(source, Path | str) else source
-    texts = [str(one) for one in sources]
+    texts = [user_path(one) for one in sources]
     with contextlib.ExitStack() as stack:
         tables: Tables | None = None
         dump = stack.enter_context(_known(texts, bundle))
@@ -255,7 +256,7 @@ def import_gallery(
             dump = _foreign(tables, bundle, model, image_root)
         advance = stack.enter_context(progress_bar(dump.count, "Importing", shown=shown))
         if is_remote:
-            report = _import_remote(address, dump, index.get("index") or "auto", advance)
+            report = _import_remote(out, dump, index.get("index") or "auto", advance)
         else:
             settings = IndexSettings().changed(**index)
             indexed = advance.then("Indexing", dump.count)
@@ -278,7 +279,7 @@ def backup(path: Path | str, out: Path | str, *, shown: bool | None = None) -> B
     """
     GoldenSet(path).check()
     with progress_bar(copy_bytes(path), "Copying", "bytes", shown) as advance:
-        return write_backup(path, out, advance)
+        return write_backup(path, user_path(out), advance)
 
 
 def restore_gallery(
@@ -288,10 +289,11 @@ def restore_gallery(
 
     Raises: GalleryError if `out` has a gallery, without `replace`; GalleryCorruptError.
     """
+    backup = user_path(backup)
     GoldenSet(backup).check()
     size = copy_bytes(backup) if GalleryFolder(backup).current_name() else 0
     with progress_bar(size, "Copying", "bytes", shown if size else False) as advance:
-        return restore_backup(backup, out, replace=replace, on_progress=advance)
+        return restore_backup(backup, user_path(out), replace=replace, on_progress=advance)
 
 
 def publish(
@@ -318,7 +320,7 @@ def publish(
     with progress_bar(size_of(path), "Publishing", shown=shown) as advance:
         return publish_snapshot(
             path,
-            address,
+            user_path(address),
             with_images=images,
             image_root=image_root,
             take_over=take_over,

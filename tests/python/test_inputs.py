@@ -171,7 +171,12 @@ def test_a_tilde_is_the_home_folder(
         assert made.search("~/shop/loose.png", 1)[0].key == "loose.png"
         assert made.add(["~/shop/loose.png"]).unchanged == 1
         assert made.sync("~/shop").unchanged == 3
-    assert (tmp_path / "made/CURRENT").is_file()
+        made.export("~/made.parquet")
+        made.backup("~/copy")
+    kinlens.restore_gallery("~/copy", "~/restored")
+    kinlens.import_gallery("~/made.parquet", "~/imported")
+    for name in ("made", "copy", "restored", "imported"):
+        assert (tmp_path / name / "CURRENT").is_file()
     assert not Path("~").exists()
     with kinlens.open_gallery("~/made") as made:
         assert len(made) == 3

@@ -270,7 +270,7 @@ def batch_json(queries: Sequence[Query]) -> dict[str, Any]:
         is_auto = _crops(crops) == [AUTO]
         images = [
             {
-                "data": base64.b64encode(_content(image)).decode(),
+                "data": base64.b64encode(content_of(image)).decode(),
                 "crops": AUTO if is_auto else list(map(list, crops)),
             }
             for image in _listed(query.images)
@@ -326,7 +326,7 @@ def put_bodies(
 
 def embedding_json(images: Images, model: str | None, dimensions: int | None) -> dict[str, Any]:
     """Images to embed as JSON. Raises: ImageReadError, ArgumentError."""
-    sent = [f"data:;base64,{base64.b64encode(_content(one)).decode()}" for one in _listed(images)]
+    sent = [f"data:;base64,{base64.b64encode(content_of(one)).decode()}" for one in _listed(images)]
     return {"input": sent, "model": model, "dimensions": dimensions}
 
 
@@ -410,7 +410,8 @@ def _listed(images: Any) -> Iterable[Image]:
     return images if isinstance(images, Iterable) and not is_one else [images]
 
 
-def _content(image: Any) -> bytes:
+def content_of(image: Any) -> bytes:
+    """An image as the bytes of a file. Raises: ArgumentError, ImageReadError."""
     content = image
     try:
         if isinstance(image, str | os.PathLike):
@@ -418,7 +419,7 @@ def _content(image: Any) -> bytes:
         if hasattr(image, "read"):
             content = image.read()
         elif hasattr(image, "tobytes") and not isinstance(image, memoryview):
-            content = png_of(image)
+            content = _png_of(image)
     except (OSError, ValueError) as error:  # ValueError: a closed file
         reason = getattr(error, "strerror", None) or error
         raise ImageReadError(
@@ -449,7 +450,7 @@ def _file_content(path: str) -> bytes:
     raise ImageReadError(f"The image {path!r:.{_SHOWN}} {fault}. Send the path of an image file.")
 
 
-def png_of(image: Any) -> bytes:
+def _png_of(image: Any) -> bytes:
     """An image of Pillow, or an array uint8 (H, W) or (H, W, 3 or 4), as a PNG file.
 
     Raises: ArgumentError.
@@ -487,7 +488,7 @@ def png_of(image: Any) -> bytes:
 
 
 def _file(image: Image) -> Part:
-    return "image", ("image", _content(image))
+    return "image", ("image", content_of(image))
 
 
 def _field(name: str, value: object) -> Part:

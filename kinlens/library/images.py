@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image as Pillow
 
-from kinlens.calls import QueryText, QueryVector, png_of
+from kinlens.calls import QueryText, QueryVector, content_of
 from kinlens.embedder.errors import InvalidParameterError, SourceError
 from kinlens.embedder.preprocess import Box, check_box
 from kinlens.embedder.session import Embedder, pixels_of
@@ -96,25 +96,13 @@ def read_image(image: Any, max_bytes: int, number: int | None = None) -> NamedIm
                 f"{about(image)} is not the path of a file. Pass a path, or the bytes of the image."
             )
         return NamedImage(f"image {printable(path)}", read_file(path, max_bytes))
-    if isinstance(image, bytes | bytearray | memoryview):
-        return NamedImage(name, bytes(image))
-    if hasattr(image, "read"):
-        named = f"image {image.name}" if hasattr(image, "name") else name
-        if not isinstance(data := image.read(), bytes):
-            raise InvalidParameterError(f'The {named} is open as text. Open it with mode "rb".')
-        return NamedImage(named, data)
-    if isinstance(image, Pillow.Image) or hasattr(image, "dtype"):
-        try:
-            png = png_of(image if isinstance(image, Pillow.Image) else _array(image))
-            return NamedImage(name, png)
-        except ArgumentError as error:
-            raise InvalidParameterError(
-                f"The {name} is not an image that can be used: {error}"
-            ) from error
-    raise InvalidParameterError(
-        f"{about(image)} is not an image. Pass the path of a file, its bytes, an image of Pillow, "
-        "or an array uint8 (H, W, 3)."
-    )
+    if hasattr(image, "read") and hasattr(image, "name"):
+        name = f"image {image.name}"
+    try:
+        return NamedImage(name, content_of(_array(image) if hasattr(image, "dtype") else image))
+    except ArgumentError as error:
+        subject = f"The {name}" if hasattr(image, "size") else about(image)
+        raise InvalidParameterError(f"{subject} is not an image: {error}") from error
 
 
 def _array(value: Any) -> NDArray[Any]:

@@ -41,9 +41,12 @@ Printed = Iterator[Any]
 """What a command yields, see `command`."""
 
 _ARGUMENTS = re.compile(
-    r"""`(\w+)`|(?<![\w.'"/-])([a-z]+(?:_[a-z]+)+)(?![\w'"/-]|\.\w)|^(\w+)(?= = )"""
+    r"""`(\w+)`|(?<![\w.'"/-])([a-z]+(?:_[a-z]+)+)(?![\w'"/-]|\.\w)"""
+    r"""|(?<![\w.'"/-])(\w+) = true\b|^(\w+)(?= = )"""
 )
-"""Arguments in a message of the library: in backticks, with an underscore, or with a value."""
+"""Arguments in a message of the library: in backticks, with an underscore, true, or first with a
+value.
+"""
 
 
 def print_error(message: str) -> None:
@@ -89,7 +92,7 @@ class Command(TyperCommand):
         options = {one.name: max(one.opts, key=len) for one in self.params if one.opts[0][0] == "-"}
 
         def option(argument: re.Match[str]) -> str:
-            return options.get(argument[1] or argument[2] or argument[3], argument[0])
+            return options.get(next(filter(None, argument.groups())), argument[0])
 
         return _ARGUMENTS.sub(option, message)
 

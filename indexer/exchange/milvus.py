@@ -610,7 +610,7 @@ def _checked(now: Collection, queries: Embeddings, k: int, options: SearchOption
         )
     if options.near is not None:
         raise InvalidParameterError(
-            "`near`: near-duplicates cannot be excluded on Milvus. Use `distinct`, which "
+            "`near`: near-duplicates cannot be excluded on Milvus. Use distinct = true, which "
             "excludes equal content, or import the gallery into a folder."
         )
     if options.offset + k > MAX_HITS:

@@ -302,7 +302,7 @@ def best_groups(
     check_at_least("size", grouping.size, 1)
     if options.near is not None:
         raise InvalidParameterError(
-            "`near` cannot be combined with groups. Use `distinct`, which removes equal "
+            "`near` cannot be combined with groups. Use distinct = true, which removes equal "
             "content, or search for items instead of groups."
         )
     depth = _depth(k, options, reorder)

@@ -118,6 +118,7 @@ def test_the_commands_are_listed_in_groups_with_one_column_of_descriptions(call:
     [
         ("`by` needs `bundle`", "--by needs --bundle"),
         ("min_score needs a query.", "--min-score needs a query."),
+        ("Use exact = true, or sale = true.", "Use --exact, or sale = true."),
         ("k = 0 must be at least 1.", "-k = 0 must be at least 1."),
         ("`group` and bundle_id = 'min_score'", "`group` and bundle_id = 'min_score'"),
         ("the file of by and model.min_score", "the file of by and model.min_score"),
@@ -128,7 +129,11 @@ def test_errors_of_the_library_name_options_of_the_command(message: str, shown: 
 
     @console.command(app)
     def asked(
-        by: str = "", bundle: str = "", min_score: float = 0, k: Annotated[int, Option("-k")] = 1
+        by: str = "",
+        bundle: str = "",
+        min_score: float = 0,
+        k: Annotated[int, Option("-k")] = 1,
+        exact: bool = False,
     ) -> None:
         raise InvalidParameterError(message)
 

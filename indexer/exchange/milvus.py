@@ -53,7 +53,7 @@ from kinlens.indexer.exchange.milvus_collection import (
 from kinlens.indexer.exchange.milvus_filters import literal
 from kinlens.indexer.exchange.milvus_index import is_exact
 from kinlens.indexer.filters.text import Where
-from kinlens.indexer.filters.tree import In, check_attribute, check_boosted, check_grouped
+from kinlens.indexer.filters.tree import In, check_attribute, check_boosted
 from kinlens.indexer.folder.manifest import GalleryFacts
 from kinlens.indexer.images import ItemImage, item_image
 from kinlens.indexer.live.attributes import Spread
@@ -390,7 +390,7 @@ class MilvusStore(VectorStore):
         now = self._now()
         queries = _checked(now, queries, k, options)
         if grouping.by not in now.kinds and now.count():
-            check_grouped(grouping.by, now.kinds)
+            check_attribute(grouping.by, now.kinds, "group by")
         groups = _Groups(now, queries, grouping.by, options)
         reorder = _reorder(now, k, options)
         vectors_of = partial(_vectors, now)

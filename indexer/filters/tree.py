@@ -302,11 +302,6 @@ Filter = Condition | And | Or | Not
 """A filter of items. Immutable; equal filters have equal hashes."""
 
 
-def check_grouped(name: object, schema: Schema) -> None:
-    """Check the attribute of a grouping. Raises: FilterError if no item ever had it."""
-    check_attribute(name, schema, "group by")
-
-
 def check_attribute(name: object, schema: Schema, purpose: str) -> None:
     """Check that an attribute is known; `purpose` is for the message, such as "sort by".
 

@@ -12,7 +12,7 @@ from kinlens.indexer.bits import Bits
 from kinlens.indexer.catalog.read import Row
 from kinlens.indexer.columns.columns import Chosen
 from kinlens.indexer.filters.text import Where, as_filter
-from kinlens.indexer.filters.tree import Filter, check_attribute, check_boosted, check_grouped
+from kinlens.indexer.filters.tree import Filter, check_attribute, check_boosted
 from kinlens.indexer.live.attributes import AttributesKeeper, StateAttributes
 from kinlens.indexer.live.facets import checked_names, facet_of
 from kinlens.indexer.live.keeper import Reading, SnapshotKeeper
@@ -94,7 +94,7 @@ class Searcher(VectorStore):
         queries = check_search(k, options, self._dim, queries)
         with self._snapshots.reading() as now:
             if now.snapshot.size:
-                check_grouped(grouping.by, now.view.schema())
+                check_attribute(grouping.by, now.view.schema(), "group by")
             mask, attributes = self._mask(now, options), self._attributes_of(now)
             source = _Groups(now, attributes, queries, grouping.by, options, mask)
             reorder = self._reorder(now, k, options)

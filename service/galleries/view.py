@@ -26,7 +26,6 @@ from kinlens.indexer.filters.tree import (
     Filter,
     check_attribute,
     check_boosted,
-    check_grouped,
 )
 from kinlens.indexer.galleries import GalleryFacts, MilvusStore
 from kinlens.indexer.gallery import Gallery
@@ -159,7 +158,7 @@ class GalleryView:
         limited = self._limited(options)
         if limited is None:
             return [[] for _ in queries]
-        self._check(lambda schema: check_grouped(grouping.by, schema))
+        self._check(lambda schema: check_attribute(grouping.by, schema, "group by"))
         return self.whole.search_groups(queries, k, grouping, limited)
 
     def facets(

@@ -50,7 +50,7 @@ def content(path: Path) -> dict[str, Any]:
         return {
             "items": items,
             "types": [[type(value) for value in item.attributes.values()] for item in items],
-            "vectors": gallery.vectors([item.id for item in items]).tobytes(),
+            "vectors": gallery.items_at([item.id for item in items])[1].tobytes(),
             "facts": gallery.facts().model_dump(exclude={"generation", "version"}),
             "answers": gallery.search(QUERIES, 10_000),
             "filtered": [gallery.page(0, 200, text) for text in ("stock > 90", "price > 3")],

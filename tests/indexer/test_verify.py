@@ -110,7 +110,7 @@ def test_recall_is_that_of_a_comparison_by_hand_and_below_the_target_not_good(
     gallery.add(entry(f"item-{n}", vector) for n, vector in enumerate(units(1000)))
     gallery.compact(IndexSettings(kind="hnsw", target_recall=0.5))
     ids = gallery.ids()
-    truth = ids[np.argsort(-queries @ gallery.vectors(ids.tolist()).T, axis=1)[:, :10]]
+    truth = ids[np.argsort(-queries @ gallery.items_at(ids.tolist())[1].T, axis=1)[:, :10]]
     _, found = gallery.nearest(queries, 10)
     hits = sum(len(set(row) & set(answer)) for row, answer in zip(truth, found, strict=True))
     assert hits < 500

@@ -49,6 +49,7 @@ SIGLIP2 = {
         "act_kwargs": {"approximate": "tanh"},
     },
 }
+TITLES = [f"red mug {number}" for number in range(25)]
 TEXTS = ["mug", "A red mug, with white dots!", " ".join(["green bottle"] * 40)]
 
 
@@ -73,7 +74,9 @@ def made(folder: Path, name: str, config: dict[str, Any], **more: Any) -> tuple[
 
 @pytest.fixture(scope="module")
 def clip(folder: Path) -> tuple[Any, Bundle]:
-    return made(folder, "tiny-clip", CLIP)
+    """Its bundle has the mean of titles, of which one comes twice."""
+    (folder / "titles.txt").write_text("\n".join(["", *TITLES, TITLES[0]]))
+    return made(folder, "tiny-clip", CLIP, texts=folder / "titles.txt")
 
 
 @pytest.fixture(scope="module")
@@ -126,21 +129,22 @@ def test_the_tokens_of_clip_are_those_of_open_clip(clip: tuple[Any, Bundle]) -> 
     np.testing.assert_array_equal(ids, wanted.numpy())
 
 
-def test_the_mean_of_given_texts_is_subtracted_from_words(folder: Path) -> None:
-    file, texts = folder / "titles.txt", [f"red mug {number}" for number in range(25)]
-    file.write_text("\n".join(["", *texts, texts[0]]))
-    _, bundle = made(folder, "tiny-clip-mean", CLIP, texts=file)
-    encoder = TextEncoder.open(bundle)
-    mean = encoder.embed(texts).mean(axis=0)
-    assert bundle.manifest.text is not None
-    np.testing.assert_allclose(bundle.manifest.text.mean, mean, atol=1e-6)
+def test_the_mean_of_given_texts_is_subtracted_from_words(clip: tuple[Any, Bundle]) -> None:
+    encoder = TextEncoder.open(clip[1])
+    mean = encoder.embed(TITLES).mean(axis=0)
+    np.testing.assert_allclose(clip[1].manifest.text.mean, mean, atol=1e-6)
     image, words = encoder.embed(["green"]), encoder.embed(["red mug 3"])
     moved = image + 0.5 * (words - mean)
     joined = encoder.joined(image, words, [0.5])
     np.testing.assert_allclose(joined, moved / np.linalg.norm(moved), atol=1e-6)
-    file.write_text("\n".join(texts[:19]))
+
+
+def test_too_few_texts_are_refused_before_the_export(tmp_path: Path) -> None:
+    file = tmp_path / "titles.txt"
+    file.write_text("\n".join(TITLES[:19]))
     with pytest.raises(ExportError, match="has 19 texts; 20 are needed"):
-        made(folder, "tiny-clip-few", CLIP, texts=file)
+        export_two_towers("open_clip:ViT-B-32", "nowhere.pt", tmp_path / "out", texts=file)
+    assert not (tmp_path / "out").exists()
 
 
 def test_punctuation_is_dropped_where_the_model_was_trained_so(siglip: tuple[Any, Bundle]) -> None:

@@ -108,6 +108,7 @@ def export_two_towers(
             f"--backbone {backbone} has a text tower of transformers, {text['hf_model_name']}, "
             "which is not exported. Choose a model whose text tower is of open_clip."
         )
+    given = None if texts is None else _texts_in(texts)
     model = _model(open_clip, name, weights)
     cleaning = (text.get("tokenizer_kwargs") or {}).get("clean", "lower")
     context = int(text.get("context_length", 77))
@@ -136,8 +137,8 @@ def export_two_towers(
             with torch.inference_mode():
                 return net(torch.from_numpy(ids)).numpy()
 
-        if texts is not None:
-            mean_text = encoder.embed(_texts_in(texts)).mean(axis=0)
+        if given is not None:
+            mean_text = encoder.embed(given).mean(axis=0)
             tower = tower.model_copy(update={"mean": tuple(mean_text.tolist())})
         known = golden_texts(encoder)
         return attach_tower(images, out, folder / "text.onnx", tokenizer, tower, by_torch, known)

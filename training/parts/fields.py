@@ -110,6 +110,7 @@ def options_of(
         table,
         __base__=base,
         __doc__=summary,
+        __cls_kwargs__={"use_attribute_docstrings": False},  # it would read sources, and find none
         __validators__={"checked": model_validator(mode="after")(checked)},  # type: ignore[dict-item]
         **fields,
         **options,

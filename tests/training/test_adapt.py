@@ -337,6 +337,7 @@ def test_without_a_test_no_answers_are_counted(tmp_path: Path, weights: Path) ->
     shop, out = tmp_path / "shop", tmp_path / "bundle"
     load_split(small_job(shop).data.model_copy(update={"products": 10}))
     command = adapt_command(shop, out, tmp_path / "run", weights)
+    command.remove("--map")
     found = CliRunner().invoke(app, [*command, "--set", "protocol.evaluate_test=never"])
     assert found.exit_code == 0, found.output
     assert "The result was not tested" in found.output

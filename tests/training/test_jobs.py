@@ -62,8 +62,8 @@ def positive_pairs(job: Job, batches: int = 12) -> list[int]:
 
 def test_every_loss_without_proxies_finds_positive_pairs_in_every_batch() -> None:
     jobs = [*map(load_job, NAMES), *in_grids()]
-    batches = {
-        (job.data.kind, job.loss.name, job.sampling, job.optimizer.batch_size): job
+    batches = {  # those of other losses with the same settings are the same
+        (job.data.kind, job.seed, job.sampling, job.optimizer.batch_size): job
         for job in jobs
         if job.data.kind in TRAIN_SIZES and job.loss.name not in WITH_PROXIES
     }

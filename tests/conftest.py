@@ -22,32 +22,37 @@ pytest_plugins = ["tests.support.servers", "tests.support.stores"]
 LONGEST_FIRST = (
     "promises/test_documents.py",
     "indexer/test_conformance.py",
-    "http/test_schemathesis.py",
-    "training/test_export.py",
-    "jobs/test_manager.py",
-    "training/test_adapt.py",
+    "promises/test_notebooks.py",
     "jobs/test_api.py",
+    "jobs/test_manager.py",
+    "http/test_schemathesis.py",
+    "training/test_imported.py",
+    "training/test_export.py",
+    "training/test_adapt.py",
     "promises/test_quiet_machine.py",
     "galleries/test_reload.py",
+    "galleries/test_milvus_served.py",
+    "training/test_own.py",
+    "training/test_library.py",
+    "promises/test_shop_words.py",
+    "training/test_two_towers.py",
+    "indexer/test_publish.py",
+    "indexer/test_guarantee.py",
     "training/test_cli.py",
     "cli/test_backup.py",
-    "training/test_trainer.py",
-    "indexer/test_crash.py",
-    "galleries/test_milvus_served.py",
-    "load/test_redis.py",
-    "cli/test_main.py",
-    "tests/test_golden.py",
+    "training/test_jobs.py",
     "training/test_from_bundle.py",
-    "tests/test_demos.py",
-    "indexer/test_gpu.py",
-    "load/test_servers.py",
     "load/test_stuck_files.py",
+    "http/test_agents.py",
+    "indexer/test_crash.py",
+    "load/test_redis.py",
+    "training/test_trainer.py",
+    "cli/test_main.py",
+    "tests/test_demos.py",
     "tests/test_installs.py",
     "units/test_workers.py",
     "load/test_hostile_clients.py",
     "cli/test_replicas.py",
-    "training/test_trunks.py",
-    "training/test_start.py",
 )
 """Files that take long, most of it in other processes; begun last, one would keep all waiting."""
 
@@ -61,6 +66,8 @@ def pytest_configure() -> None:
     # What tests measure of engines is not for the user who runs them; what uv has fetched is.
     cached = os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")
     os.environ.setdefault("UV_CACHE_DIR", str(Path(cached) / "uv"))
+    # As kinlens-serve, whose jobs inherit it: each process looks through all packages for them.
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "1")
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="kinlens-tests-")
 
 

@@ -14,7 +14,7 @@ from kinlens.golden import GoldenQueries
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.ingest.assignments import label_of
 from kinlens.library import quality
-from kinlens.quality.guarantee import HIGHEST, LOWEST
+from kinlens.quality.guarantee import ACCEPT, HIGHEST, LEVEL, LOWEST
 
 app = typer.Typer(no_args_is_help=True)
 guarantees = typer.Typer()
@@ -154,11 +154,11 @@ def guarantee(
     ] = False,
     level: Annotated[
         float, typer.Option(min=LOWEST, max=HIGHEST, help="Share of queries whose set is right.")
-    ] = 0.95,
+    ] = LEVEL,
     accept: Annotated[
         float,
         typer.Option(min=LOWEST, max=HIGHEST, help="Share of accepted queries that are right."),
-    ] = 0.99,
+    ] = ACCEPT,
     confidence: Annotated[
         float | None,
         typer.Option(min=LOWEST, max=HIGHEST, help="How sure --accept is; by default 0.95."),

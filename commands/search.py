@@ -28,7 +28,9 @@ from kinlens.indexer.types import Group as PlainGroup
 from kinlens.indexer.types import SearchOptions, boost_of, sort_by_of
 from kinlens.library.gallery import Gallery
 from kinlens.library.hits import Group, Hit, Hits, shown
+from kinlens.quality.answers import Guaranteed
 from kinlens.quality.calibration import DEFAULT_PRIOR
+from kinlens.quality.guarantee import HIGHEST, LOWEST
 from kinlens.values import AUTO
 
 app = typer.Typer()
@@ -44,6 +46,7 @@ class Found:
         facets: the value counts per query, if requested.
         probabilities: that each result is right, if the gallery is calibrated.
         no_match_probability: that none of the results is right.
+        guarantee: what holds, with --guarantee or --accept.
     """
 
     gallery: str
@@ -54,6 +57,7 @@ class Found:
     facets: Sequence[Mapping[str, Mapping[str, Any]]] | None = None
     probabilities: Sequence[Sequence[float]] | None = None
     no_match_probability: float | None = None
+    guarantee: Guaranteed | None = None
 
     @classmethod
     def of(
@@ -79,6 +83,7 @@ class Found:
             or None,
             likely,
             none if likely else None,
+            answers[0].guarantee,
         )
 
 
@@ -163,6 +168,18 @@ def search(
             help="Prior probability that the product is not in the gallery.",
         ),
     ] = DEFAULT_PRIOR,
+    guarantee: Annotated[
+        float | None,
+        typer.Option(
+            min=LOWEST, max=HIGHEST, help="Also the products that have the right one this often."
+        ),
+    ] = None,
+    accept: Annotated[
+        float | None,
+        typer.Option(
+            min=LOWEST, max=HIGHEST, help="Whether to take the best product, right this often."
+        ),
+    ] = None,
     index_device: IndexDeviceOption = None,
 ) -> Printed:
     """Search with an image, with words, with items of the gallery, or with vectors.
@@ -214,6 +231,8 @@ def search(
             group_size=group_size,
             facets=facets.split(",") if facets else (),
             no_match_prior=prior,
+            guarantee=guarantee,
+            accept=accept,
         )
         answers = [answer] if isinstance(answer, Hits) else answer
         found = Found.of(opened, answers, bool(image and not texts), is_auto)

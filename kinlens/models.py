@@ -260,7 +260,7 @@ class SearchAnswer(BaseModel):
         bool | None,
         Field(
             description="With accept: whether the best product, the first of guarantee.groups, may "
-            "be taken without a person. With sort_by and the like, the first hit may be another."
+            "be taken without a person. It is that of the first hit, or of the first group."
         ),
     ] = None
     guarantee: Annotated[

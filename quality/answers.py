@@ -6,7 +6,7 @@ The service, the commands and the Python library search through this module:
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Protocol
 
@@ -29,7 +29,6 @@ from kinlens.indexer.types import (
     SortBy,
     best_of_views,
     combined_query,
-    no_checkpoint,
 )
 from kinlens.quality.calibration import Calibrated, Shares
 from kinlens.quality.guarantee import RANKED, Guarantee
@@ -305,6 +304,16 @@ class Guaranteed:
         """Whether the level holds: nothing cut the set. None if no set was asked for."""
         return None if self.level is None else self.cut is None
 
+    def lines(self) -> Iterator[str]:
+        """The set and the decision, as text for people."""
+        names = [group.hits[0].key if group.value is None else group.value for group in self.groups]
+        if self.level is not None:
+            members = [*map(str, names), *(["none of these"] if self.none else [])]
+            often = f"right for {100 * self.level:.4g} %" if self.holds else f"cut by {self.cut}"
+            yield f"Products ({often}): {', '.join(members)}"
+        if self.accepted is not None:
+            yield f"Accepted: {names[0]}" if self.accepted else "Not accepted"
+
 
 def guaranteed(
     gallery: Searchable,
@@ -312,23 +321,29 @@ def guaranteed(
     guarantee: Guarantee,
     level: float | None,
     accept: float | None,
-    k: int,
-    where: Where | None = None,
-    checkpoint: Callable[[], None] = no_checkpoint,
+    wanted: Wanted,
 ) -> Guaranteed:
     """What the answer to the query vector `target` (1, D) guarantees, in a set of up to `k`.
 
     The products are ranked as those of the labelled queries were: among all items, by the index,
     and as many for each `k`; only a larger set takes more.
 
-    Raises: InvalidParameterError if the labels do not suffice; FilterError.
+    Raises: InvalidParameterError if the labels do not suffice, or for options that rank or omit
+        hits in another way; FilterError.
     """
+    options, k = wanted.options, wanted.k
+    plain = replace(options, where=None, distinct=False, near=None)
+    if plain != SearchOptions() or wanted.min_probability is not None:
+        raise InvalidParameterError(
+            "guarantee and accept are about the most similar products, as for labelled queries. "
+            "Omit offset, sort_by, diversity, boost, exact, min_score and min_probability."
+        )
     sets = None if level is None else guarantee.sets(level)
     decisions = None if accept is None else guarantee.decisions(accept)
 
     def search(where: Where | None, depth: int = RANKED) -> list[Group]:
-        options = SearchOptions(where=where, checkpoint=checkpoint)
-        [groups] = gallery.search_groups(target, depth, Grouping(guarantee.product), options)
+        same = SearchOptions(where=where, checkpoint=options.checkpoint)
+        [groups] = gallery.search_groups(target, depth, Grouping(guarantee.product), same)
         return groups
 
     deepest = max(k + 1, RANKED)  # one more product shows whether the set is cut
@@ -343,15 +358,14 @@ def guaranteed(
         members = sets.members(ranked, guarantee.by)
         if len(members) > k or _reaches(ranked, deepest, widest):
             members, cut = members[:k], "k"
-    if where is not None:
-        matching = {_product(group) for group in search(where, deepest)}
+    first = [_product(group) for group in best[:1]]
+    is_first = first == [_product(group) for group in members[:1]]  # of the set, and of all hits
+    if options.where is not None:
+        matching = [_product(group) for group in search(options.where, deepest)]
+        is_first = is_first and matching[:1] == first
         kept = [group for group in members if _product(group) in matching]
         if len(kept) < len(members):
             members, cut = kept, "filter"
-    accepted = None
-    if decisions is not None:
-        is_shown = bool(members) and _product(members[0]) == _product(best[0])
-        accepted = is_shown and decisions.accepts(best, guarantee.by)
     return Guaranteed(
         queries=len(guarantee.queries) if sets is None else sets.queries,
         source=guarantee.source,
@@ -362,7 +376,7 @@ def guaranteed(
         cut=cut,
         accept=accept,
         confidence=None if decisions is None else decisions.confidence,
-        accepted=accepted,
+        accepted=None if decisions is None else is_first and decisions.accepts(best, guarantee.by),
         best=best[0].score if best else None,
     )
 

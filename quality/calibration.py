@@ -32,7 +32,9 @@ DEFAULT_PRIOR = 0.1
 
 NO_GOLDEN = "The gallery has no golden set, or it was not run"
 
-REBUILT = "The gallery was rebuilt, and its golden set was not run since"
+REBUILT = (
+    "The gallery or its product attribute is another one, and its golden set was not run since"
+)
 
 _EVEN = 0.9  # share of products with nearly the average number of images, for a bundle's curve
 

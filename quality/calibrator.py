@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from kinlens.embedder.durable import stamp, write_whole
 from kinlens.embedder.errors import (
     GalleryConflictError,
+    GalleryError,
     GalleryWriteError,
     InvalidParameterError,
 )
@@ -23,10 +24,11 @@ from kinlens.indexer.folder.manifest import CALIBRATION
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.ingest.products import PRODUCTS
 from kinlens.indexer.types import Item, Progress
-from kinlens.quality.calibration import LABELLED, NO_GOLDEN, Fit, GalleryCalibration
+from kinlens.quality.calibration import LABELLED, NO_GOLDEN, REBUILT, Fit, GalleryCalibration
 from kinlens.quality.drift import FALSE_ALARMS, DriftTest
 from kinlens.quality.fitting import SAMPLED, fit_gallery, fit_golden
-from kinlens.quality.guarantee import CONFIDENCE, COPY, Guarantee, Labelled, judge, judge_items
+from kinlens.quality.golden import GoldenSet
+from kinlens.quality.guarantee import COPY, Choices, Guarantee, Labelled, Vector, judge
 
 _CHANGED = 0.2  # share of items added or removed after which the curve is fitted again
 _PRODUCTS = 500  # items whose products are compared: a share of a fifth is known to 0.02
@@ -35,16 +37,19 @@ _PRODUCTS = 500  # items whose products are compared: a share of a fifth is know
 class Calibrator:
     """Fits and keeps the calibration of a gallery. Thread safe.
 
-    A calibration that cannot be stored, as in a read-only folder, is kept in memory.
+    A calibration that cannot be stored, as in a read-only folder, is kept in memory. `golden` is
+    the golden set, if it is that of another gallery, which this one will replace.
     """
 
-    def __init__(self, gallery: Gallery) -> None:
+    def __init__(self, gallery: Gallery, golden: GoldenSet | None = None) -> None:
         self._gallery = gallery
+        self._golden = golden or GoldenSet(gallery.path)
         self._file = gallery.generation_folder / CALIBRATION
         self._stamp: tuple[int, ...] | None = None  # of the file when `_known` was read or kept
         self._known: GalleryCalibration | None = None
         self._examined = ""  # the version of the gallery that was last examined
-        self._valid: tuple[str, Guarantee | None] = ("", None)  # at this version of the gallery
+        # What was found at this version of the gallery, for this calibration.
+        self._found: tuple[str, GalleryCalibration | None, Guarantee | str] = ("", None, "")
         self._outdated = (
             "The golden set was run when the gallery had other items or products. Run it again: "
             f"kinlens-index golden run {gallery.path}"
@@ -68,13 +73,11 @@ class Calibrator:
         self,
         product: str | None = None,
         on_progress: Progress = lambda _: None,
-        no_guarantee: str = NO_GOLDEN,
     ) -> GalleryCalibration:
         """Fit the probabilities of hits to the current items, and store the calibration.
 
         product: the attribute that identifies the product of an item; by default that of the last
             calibration. The curve of a golden set is kept until the set is run again.
-        no_guarantee: why a new generation has no guarantee.
 
         Raises: InvalidParameterError for an attribute that no item has; GalleryWriteError;
             GalleryConflictError for a copy, which uses the calibration of its original.
@@ -89,13 +92,11 @@ class Calibrator:
         if product is None and before is not None and before.is_chosen:
             product = before.product if before.product in schema else None
         fitted = fit_gallery(gallery, product, on_progress)
-        fitted = fitted.model_copy(update={"guarantee": no_guarantee})
 
         def with_golden(now: GalleryCalibration | None) -> GalleryCalibration:
             if now is None or now.product != fitted.product:
                 return fitted
             golden = self._outdated if self._is_outdated(now.golden) else now.golden
-            # An outdated guarantee is refused, but keeps what its owner chose for the next run.
             return fitted.model_copy(update={"golden": golden, "guarantee": now.guarantee})
 
         return self._keep(with_golden)
@@ -110,35 +111,28 @@ class Calibrator:
         known = self.stored() or self.fit()
         if known.product is None:
             return known
-        before = known.guarantee
-        chosen: tuple[str | None, bool, float] = (None, False, CONFIDENCE)
-        if isinstance(before, Guarantee):
-            chosen = (before.by, before.is_split, before.confidence)
-        fitted = {
-            "golden": fit_golden(self._gallery, known.product, queries(known.product)),
-            "guarantee": self._with_products(
-                judge(self._gallery, known.product, queries(known.product), *chosen)
-            ),
-        }
-        return self._keep_fitted(known, fitted)
+        name, choices = known.product, self._golden.choices() or Choices()
+        judged = self._with_products(judge(self._gallery, name, queries(name), choices))
+        fitted = {"golden": fit_golden(self._gallery, name, queries(name)), "guarantee": judged}
+        kept = self._keep_fitted(known, fitted)
+        self._golden.choose(choices)
+        return kept
 
     def fit_guarantee(
         self,
         queries: Callable[[str], Iterable[Labelled]] | None,
-        by: str | None = None,
-        is_split: bool = False,
-        confidence: float = CONFIDENCE,
+        choices: Choices,
     ) -> Guarantee:
-        """Judge labelled photos, as for `fit_golden`, for guarantees, and store the result.
+        """Judge labelled photos, as for `fit_golden`, for guarantees, and store the result. What
+        the owner chose holds for later runs too, also of a gallery that replaces this one.
 
         queries: None for items of the gallery, if the owner states that queries are like them.
-        by, is_split: an attribute to report each value of, and whether each has limits of its own.
 
         Raises: GalleryError, GalleryWriteError, InvalidParameterError if no attribute names the
             product of an item.
         """
         gallery, known = self._gallery, self.stored() or self.fit()
-        for name in (by, known.product):
+        for name in (choices.by, known.product):
             if name not in (None, *gallery.schema()) or known.product is None:
                 raise InvalidParameterError(
                     f"No item has the attribute {name or 'product'}. Give the attribute that names "
@@ -146,12 +140,10 @@ class Calibrator:
                     "with --by."
                 )
         assert known.product is not None
-        if queries is None:
-            fitted = judge_items(gallery, known.product, SAMPLED, by, is_split, confidence)
-        else:
-            fitted = judge(gallery, known.product, queries(known.product), by, is_split, confidence)
-        fitted = self._with_products(fitted)
+        asked = None if queries is None else queries(known.product)
+        fitted = self._with_products(judge(gallery, known.product, asked, choices))
         self._keep_fitted(known, {"guarantee": fitted})
+        self._golden.choose(choices)
         return fitted
 
     def _with_products(self, fitted: Guarantee) -> Guarantee:
@@ -175,7 +167,12 @@ class Calibrator:
         Raises: InvalidParameterError with the cure if there are none, or if the guarantee was
             withdrawn.
         """
-        found = self._guarantee()
+        found, known = self._guarantee(), self.stored()
+        if known is not None and known.product is None:
+            raise InvalidParameterError(
+                "This gallery guarantees no answer: no attribute names the product of an item. "
+                f"Name one with kinlens-index calibrate {self._gallery.path} --product."
+            )
         if isinstance(found, str):
             raise InvalidParameterError(
                 f"This gallery guarantees no answer: {found.rstrip('.')}. Label queries with "
@@ -193,18 +190,19 @@ class Calibrator:
         found = self._guarantee()
         return "" if isinstance(found, Guarantee) else None if found == NO_GOLDEN else found
 
-    def observe(self, guarantee: Guarantee, best: float) -> bool:
+    def observe(self, guarantee: Guarantee, best: float, vector: Vector) -> bool:
         """Compare the best score of a query that comes with those of the labelled ones. After an
         alarm, of which the answer is true, the guarantee is withdrawn until it is fitted again.
 
-        Takes microseconds. The comparison begins again with each process.
+        A query counts once. Takes microseconds. The comparison begins again with each process.
         """
         if best >= COPY:  # such labelled queries are skipped too
             return False
         with self._lock:
             if self._drift[0] != guarantee.digest:
                 self._drift = guarantee.digest, DriftTest(one.best for one in guarantee.queries)
-            is_alarm = self._drift[1].add(best)
+            query = hashlib.sha256(vector.tobytes()).digest()
+            is_alarm = self._drift[1].add(best, query)
         if is_alarm:
             self._withdraw(guarantee)
         return is_alarm
@@ -231,20 +229,28 @@ class Calibrator:
             self._known = with_drift(known)
 
     def _guarantee(self) -> Guarantee | str:
-        """The labelled queries that guarantee answers, or why there are none."""
+        """The labelled queries that guarantee answers, or why there are none. Looks at the items
+        again only if the gallery or its calibration has changed.
+        """
         known, version = self.stored(), self._gallery.version
-        found = NO_GOLDEN if known is None else known.guarantee
-        if isinstance(found, str) or self._valid == (version, found):
-            return found
+        if self._found[0] != version or self._found[1] is not known:
+            found = NO_GOLDEN if known is None else known.guarantee
+            self._found = version, known, self._why_not(found) or found
+        return self._found[2]
+
+    def _why_not(self, found: Guarantee | str) -> str | None:
+        if isinstance(found, str):
+            try:
+                return REBUILT if self._golden.choices() else None
+            except GalleryError as error:  # a damaged golden set stops no search
+                return str(error)
         if found.drifted is not None:
             return (
-                f"Queries that came until {found.drifted} differ from the labelled ones, with a "
-                f"false alarm in {1 / FALSE_ALARMS:.0f} guarantees. Label some of them"
+                f"Queries that came until {found.drifted} differ from the labelled ones. If they "
+                "do not, this is a false alarm, which a service process has in "
+                f"1 of {1 / FALSE_ALARMS:.0f} starts. Label some of them"
             )
-        if self._is_outdated(found):
-            return self._outdated
-        self._valid = version, found
-        return found
+        return self._outdated if self._is_outdated(found) else None
 
     def fit_if_outdated(self, on_progress: Progress = lambda _: None) -> bool:
         """Fit again if a fifth of the items was added or removed, or items got a product attribute

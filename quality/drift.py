@@ -17,7 +17,11 @@ from collections.abc import Callable, Iterable
 from math import acos, log2
 
 FALSE_ALARMS = 0.01
-"""Probability that a test ever gives an alarm although the queries are like the labelled ones."""
+"""Probability that a test ever gives an alarm although the queries are like the labelled ones: of
+each process that compares, at each start."""
+
+COUNTED = 10_000
+"""Number of the last queries that are known, so that the same query counts once."""
 
 _BINS_PER_RADIAN = 128  # chosen without the labels, as the test must be
 _SHIFTS = (-0.9, -0.3, 0.3, 0.9)  # bets on higher or lower scores; each below 1 in size
@@ -25,7 +29,7 @@ _SPREADS = (-0.45, 0.45)  # bets on scores that are closer together or further a
 
 
 class DriftTest:
-    """Compares scores with those of labelled queries. Its size does not grow. Not thread safe.
+    """Compares scores with those of labelled queries. Its size is bounded. Not thread safe.
 
     labelled: the best score of each labelled query, a cosine.
     uniform: draws a random number from 0 to 1, which orders equal scores.
@@ -41,10 +45,19 @@ class DriftTest:
         self._uniform = uniform
         self._stakes = [0.0] * (len(_SHIFTS) + len(_SPREADS))
         self._unused = 1.0  # money that is not staked yet
+        self._known: dict[bytes, None] = {}  # the last queries, oldest first
         self.queries = 0
 
-    def add(self, best: float) -> bool:
-        """Count the best score of a live query; whether this is an alarm."""
+    def add(self, best: float, query: bytes | None = None) -> bool:
+        """Count the best score of a live query; whether this is an alarm. One that asks again for
+        the same `query`, with another filter or size, is not independent, and does not count.
+        """
+        if query is not None:
+            if query in self._known:
+                return False
+            self._known[query] = None
+            if len(self._known) > COUNTED:
+                del self._known[next(iter(self._known))]
         position = _bin(best)
         self._counts[position] += 1
         self._seen += 1

@@ -138,7 +138,7 @@ def fit_golden(
     """
     asked: list[list[Searches]] = []
     labels: set[str] = set()
-    for vector, label, is_right, _ in queries:
+    for vector, label, is_right, *_ in queries:
         [hits] = gallery.search(vector[np.newaxis], _DEPTH)
         others = [hit for hit in hits if hit.score < _COPY]
         right = [is_right is not None and is_right(hit) for hit in others]

@@ -1,6 +1,7 @@
 """A golden set: labelled queries that are stored with a gallery, to measure its results.
 
-    GALLERY/golden.sqlite     queries with image and label, and the reports of runs
+    GALLERY/golden.sqlite     queries with image and label, the reports of runs, and the options of
+                              guarantees
 
 It belongs to the gallery and not to a generation, so builds, swaps and compactions keep it. The
 models of the HTTP API are in `kinlens.golden`, the measurement is in `kinlens.quality.judging`.
@@ -28,6 +29,7 @@ from kinlens.indexer.attributes import is_printable
 from kinlens.indexer.filters.tree import Equals
 from kinlens.indexer.folder.layout import GOLDEN
 from kinlens.indexer.types import VectorStore
+from kinlens.quality.guarantee import Choices
 
 MAX_QUERIES = 1_000
 """Maximum number of queries of a golden set."""
@@ -174,6 +176,23 @@ class GoldenSet:
             connection.execute(
                 "DELETE FROM runs WHERE number <= (SELECT max(number) FROM runs) - ?", (KEPT_RUNS,)
             )
+
+    def choices(self) -> Choices | None:
+        """The options of the last guarantee; None if there was none."""
+        for _ in self._read("SELECT 1 FROM sqlite_master WHERE name = 'guarantees'"):
+            for (text,) in self._read("SELECT choices FROM guarantees"):
+                return Choices.model_validate_json(text)
+        return None
+
+    def choose(self, choices: Choices) -> None:
+        """Store the options of a guarantee, for later runs, also in another generation."""
+        if choices != self.choices():
+            with self._changing() as connection:
+                connection.execute("DROP TABLE IF EXISTS guarantees")
+                connection.execute("CREATE TABLE guarantees (choices TEXT NOT NULL)")
+                connection.execute(
+                    "INSERT INTO guarantees VALUES (?)", (choices.model_dump_json(),)
+                )
 
     def check(self) -> None:
         """Verify the database and all images. Raises: GalleryCorruptError."""

@@ -18,7 +18,7 @@ References:
 
 import hashlib
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from fractions import Fraction
 from functools import cached_property, lru_cache
@@ -44,17 +44,22 @@ Vector = NDArray[np.float32]
 
 class Labelled(NamedTuple):
     """A labelled photo: its vector (D,), its label, a function that recognises a right hit (None if
-    no item is right), and a right item, for the category of a product that is not found.
+    no item is right), a right item, for the category of a product that is not found, and the items
+    that it must not find.
     """
 
     vector: Vector
     label: str
     is_right: Callable[[Hit], bool] | None
     item: Item | None = None
+    exclude: frozenset[ItemId] = frozenset()
 
 
 CONFIDENCE = 0.95
 """Confidence of a decision by default."""
+
+LEVEL, ACCEPT = 0.95, 0.99
+"""Level of sets and share of right decisions by default, in reports and checks."""
 
 COPY = 1 - 1e-4
 """A hit with this cosine is the query itself, or a copy of it."""
@@ -68,6 +73,8 @@ LOWEST, HIGHEST = 0.5, 0.9999
 RANKED = 50
 """Products to search for: an approximate index may rank otherwise if it is asked for others."""
 
+_ITEMS = 2_000  # of the gallery that are judged, if its owner states that queries are like them
+_RULES = 1_000  # of 300 galleries, with a set and two decisions each
 _DEEPEST = 1_000  # products to look for the right one in, if it is not among these
 
 
@@ -79,7 +86,8 @@ class Judged(NamedTuple):
     behind: how far the right product is below the best one; None if it is absent or not found.
     absent: whether the label is "none of these".
     images: number of images of the right product; 0 if it is absent or not found.
-    kind, best_kind: the category of the right product (also if not found) and of the best one.
+    kind, best_kind: the category of the right product (also if not found) and of the best one; ""
+        without one.
     """
 
     best: float
@@ -87,8 +95,8 @@ class Judged(NamedTuple):
     behind: float | None
     absent: bool = False
     images: int = 0
-    kind: Scalar | None = None
-    best_kind: Scalar | None = None
+    kind: str = ""
+    best_kind: str = ""
 
     @property
     def scores(self) -> tuple[float, ...]:
@@ -129,15 +137,14 @@ class SetRule(BaseModel, frozen=True):
     none: float | None
     true: tuple[float, float]
 
-    def has(self, behind: float, kind: Scalar | None) -> bool:
+    def has(self, behind: float, kind: str) -> bool:
         """Whether a product of this category, so far below the best one, is a member."""
-        return behind <= _limit(self.limits, kind) + SAME_SCORE
+        return behind <= self.limits.get(kind, self.limits[""]) + SAME_SCORE
 
     def members(self, groups: Sequence[Group], by: str | None = None) -> list[Group]:
         """The members among the best products of a search, best first."""
-        return [
-            group for group in groups if self.has(groups[0].score - group.score, _kind(group, by))
-        ]
+        best = groups[0].score if groups else 0.0
+        return [one for one in groups if self.has(best - one.score, _kind(one.hits[0], by))]
 
     def has_none(self, scores: Sequence[float]) -> bool | None:
         """Whether "none of these" is a member if the best products have these scores, of which two
@@ -164,17 +171,31 @@ class DecisionRule(BaseModel, frozen=True):
     accepted: int = 0
     wrong: int = 0
 
-    def takes(self, lead: float, kind: Scalar | None) -> bool:
+    def takes(self, lead: float, kind: str) -> bool:
         """Whether to take a product of this category with this lead."""
-        return lead > _limit(self.leads, kind)
+        return lead > self.leads.get(kind, self.leads[""])
 
     def accepts(self, groups: Sequence[Group], by: str | None = None) -> bool:
         """Whether to take the first of these best products of a search, of which two suffice."""
         scores = [group.score for group in groups[:2]]
-        return bool(groups) and self.takes(_lead(scores), _kind(groups[0], by))
+        return bool(groups) and self.takes(_lead(scores), _kind(groups[0].hits[0], by))
 
 
-class Guarantee(BaseModel, frozen=True):
+class Choices(BaseModel, frozen=True):
+    """What the owner of a gallery chose for its guarantees.
+
+    Attributes:
+        confidence: of decisions.
+        by: an attribute of the items, to report its values apart.
+        is_split: whether the values of `by` have limits of their own.
+    """
+
+    confidence: float = CONFIDENCE
+    by: str | None = None
+    is_split: bool = False
+
+
+class Guarantee(Choices, frozen=True):
     """The labelled queries of a gallery, judged by its items.
 
     Attributes:
@@ -183,9 +204,6 @@ class Guarantee(BaseModel, frozen=True):
         product: the attribute that names the product of an item.
         source: the golden set, or items of the gallery if its owner states that queries are drawn
             like them.
-        confidence: of decisions.
-        by: an attribute of the items, to report its values apart.
-        is_split: whether the values of `by` have limits of their own.
         drifted: when the queries that came were found to differ from these; None if they were not.
         products: a hash of the product (and the category) of some items, by their id.
     """
@@ -196,9 +214,6 @@ class Guarantee(BaseModel, frozen=True):
     product: str
     source: Literal["golden", "gallery"]
     queries: tuple[Judged, ...]
-    confidence: float = CONFIDENCE
-    by: str | None = None
-    is_split: bool = False
     drifted: str | None = None
     products: dict[ItemId, str] = {}
 
@@ -217,62 +232,39 @@ class Guarantee(BaseModel, frozen=True):
 
     def sets(self, level: float) -> SetRule:
         """The rule of sets. Raises: InvalidParameterError if the labels do not suffice."""
-        return _set_rule(self, float(level))
+        if isinstance(found := set_rule(self, float(level)), str):
+            raise InvalidParameterError(found)
+        return found
 
     def decisions(self, accept: float) -> DecisionRule:
         """The rule of decisions. Raises: InvalidParameterError if the labels do not suffice."""
-        return _decision_rule(self, float(accept))
+        if isinstance(found := decision_rule(self, float(accept)), str):
+            raise InvalidParameterError(found)
+        return found
 
 
 def judge(
     gallery: "Gallery",
     product: str,
-    queries: Iterable[Labelled],
-    by: str | None = None,
-    is_split: bool = False,
-    confidence: float = CONFIDENCE,
+    queries: Iterable[Labelled] | None,
+    choices: Choices = Choices(),  # noqa: B008 (it is frozen)
 ) -> Guarantee:
-    """Judge labelled photos. A photo that is the image of an item finds itself and is skipped.
+    """Judge labelled photos. An image of an item is skipped, and so is a photo that was judged
+    already, perhaps with another crop: it is no further draw of what comes.
 
-    Raises: GalleryError.
+    queries: None for items of the gallery, each searched for among the others. Use it only if the
+        owner states that queries are drawn like the items. The only one of its product counts as
+        not found.
+
+    Raises: GalleryError, InvalidParameterError.
     """
-    asked = ((one, frozenset[ItemId]()) for one in queries)
-    return _judge(gallery, product, asked, "golden", by, is_split, confidence)
-
-
-def judge_items(
-    gallery: "Gallery", product: str, count: int, by: str | None, is_split: bool, confidence: float
-) -> Guarantee:
-    """Judge up to `count` items of the gallery, each searched for among the others. Use it only if
-    the owner states that queries are drawn like the items.
-
-    An item that is the only one of its product counts as not found. Raises: GalleryError.
-    """
-    items, vectors = gallery.sample(count)
-
-    def is_of(value: Scalar) -> Callable[[Hit], bool]:
-        return lambda hit: single(hit.attributes.get(product)) == value
-
-    asked = (
-        (Labelled(vector, str(value), is_of(value), item), frozenset([item.id]))
-        for item, vector in zip(items, vectors, strict=True)
-        if (value := single(item.attributes.get(product))) is not None
-    )
-    return _judge(gallery, product, asked, "gallery", by, is_split, confidence)
-
-
-def _judge(
-    gallery: "Gallery",
-    product: str,
-    queries: Iterable[tuple[Labelled, frozenset[ItemId]]],
-    source: Literal["golden", "gallery"],
-    by: str | None,
-    is_split: bool,
-    confidence: float,
-) -> Guarantee:
-    _check("confidence", confidence)
-    grouping, judged, values = Grouping(product), list[Judged](), list[Scalar | None]()
-    for (vector, _, is_right, item), exclude in queries:
+    _check("confidence", choices.confidence)
+    asked: dict[bytes, Labelled] = {}
+    for one in _items_of(gallery, product) if queries is None else queries:
+        asked.setdefault(one.vector.tobytes(), one)
+    by, grouping, judged = choices.by, Grouping(product), list[Judged]()
+    values: list[Scalar | None] = []
+    for vector, _, is_right, item, exclude in asked.values():
         options, right, score = SearchOptions(exclude=exclude), None, 0.0
         [groups] = gallery.search_groups(vector[np.newaxis], RANKED, grouping, options)
         if is_right is not None and (right := _first(groups, is_right)) is not None:
@@ -291,25 +283,32 @@ def _judge(
                 gaps=tuple(round(best - group.score, 6) for group in groups[:KEPT]),
                 behind=None if right is None else round(best - score, 6),
                 absent=is_right is None,
-                kind=_kind_of(item, by) if right is None else _kind(right, by),
-                best_kind=_kind(groups[0], by),
+                kind=_kind(item if right is None else right.hits[0], by),
+                best_kind=_kind(groups[0].hits[0], by),
             )
         )
     _, counts = gallery.product_counts(product, [*{v for v in values if v is not None}])
     return Guarantee(
+        **choices.model_dump(),
         at=datetime.now(UTC).isoformat(timespec="seconds"),
         items=gallery.size,
         last=gallery.last_id,
         product=product,
-        source=source,
+        source="gallery" if queries is None else "golden",
         queries=tuple(
             one if value is None else one._replace(images=counts.get(value, 1))
             for one, value in zip(judged, values, strict=True)
         ),
-        confidence=confidence,
-        by=by,
-        is_split=is_split,
     )
+
+
+def _items_of(gallery: "Gallery", product: str) -> Iterator[Labelled]:
+    def is_of(value: Scalar) -> Callable[[Hit], bool]:
+        return lambda hit: single(hit.attributes.get(product)) == value
+
+    for item, vector in zip(*gallery.sample(_ITEMS), strict=True):
+        if (value := single(item.attributes.get(product))) is not None:
+            yield Labelled(vector, str(value), is_of(value), item, frozenset([item.id]))
 
 
 def _first(groups: Iterable[Group], is_right: Callable[[Hit], bool]) -> Group | None:
@@ -326,21 +325,10 @@ def _evidence(scores: Sequence[float]) -> float:
     return scores[0] + _lead(scores) if scores else -inf
 
 
-def _limit(limits: Limits, kind: Scalar | None) -> float:
-    return limits.get(_name(kind), limits[""])
-
-
-def _name(kind: Scalar | None) -> str:
-    return "" if kind is None else str(kind)
-
-
-def _kind(group: Group, by: str | None) -> Scalar | None:
-    """The category of a product: that of its best hit."""
-    return _kind_of(group.hits[0], by)
-
-
-def _kind_of(item: Hit | Item | None, by: str | None) -> Scalar | None:
-    return None if item is None or by is None else single(item.attributes.get(by))
+def _kind(item: Hit | Item | None, by: str | None) -> str:
+    """The category of an item; "" without one."""
+    value = None if item is None or by is None else single(item.attributes.get(by))
+    return "" if value is None else str(value)
 
 
 # Sets
@@ -376,13 +364,14 @@ def _check(name: str, value: float) -> None:
         )
 
 
-@lru_cache(maxsize=64)
-def _set_rule(guarantee: Guarantee, level: float) -> SetRule:
+@lru_cache(maxsize=_RULES)
+def set_rule(guarantee: Guarantee, level: float) -> SetRule | str:
+    """The rule of sets, or why the labels do not suffice. Raises: InvalidParameterError."""
     _check("guarantee", level)
     present, least = guarantee.present, labels_for_sets(level)
     count = len(present)
     if count < least:
-        raise InvalidParameterError(
+        return (
             f"guarantee = {level:g} needs at least {least:,} labelled queries whose product is in "
             f"the gallery; there are {count:,}. Label {least - count:,} more, then run "
             "kinlens-index golden run; or ask for less."
@@ -392,7 +381,7 @@ def _set_rule(guarantee: Guarantee, level: float) -> SetRule:
     limits.setdefault("", max(limits.values()))  # of categories without a label
     if inf in limits.values():
         lost = sum(one.behind is None for one in present)
-        raise InvalidParameterError(
+        return (
             f"guarantee = {level:g} is not possible: the right product of {lost:,} of {count:,} "
             f"labelled queries is not among the first {_DEEPEST:,}. Train the model on these "
             "products, or ask for less."
@@ -416,7 +405,7 @@ def _behind(one: Judged) -> float:
 def _parts(
     guarantee: Guarantee,
     queries: Sequence[Judged],
-    kind_of: Callable[[Judged], Scalar | None],
+    kind_of: Callable[[Judged], str],
     least: int,
 ) -> dict[str, Sequence[Judged]]:
     """The queries of each category with at least `least` of them, and by "" those of the others
@@ -424,7 +413,7 @@ def _parts(
     """
     found: dict[str, list[Judged]] = {}
     for one in queries:
-        found.setdefault(_name(kind_of(one)), []).append(one)
+        found.setdefault(kind_of(one), []).append(one)
     others = found.pop("", [])
     for kind in sorted(found, key=lambda kind: len(found[kind])):
         if not guarantee.is_split or len(found[kind]) < least or 0 < len(others) < least:
@@ -454,8 +443,9 @@ def counts_to_test(accept: float, confidence: float, most: int) -> tuple[int, ..
     return tuple(found)
 
 
-@lru_cache(maxsize=64)
-def _decision_rule(guarantee: Guarantee, accept: float) -> DecisionRule:
+@lru_cache(maxsize=_RULES)
+def decision_rule(guarantee: Guarantee, accept: float) -> DecisionRule | str:
+    """The rule of decisions, or why the labels do not suffice. Raises: InvalidParameterError."""
     _check("accept", accept)
     queries, confidence, each = guarantee.queries, guarantee.confidence, guarantee.confidence
     parts: dict[str, Sequence[Judged]] = {}
@@ -471,7 +461,7 @@ def _decision_rule(guarantee: Guarantee, accept: float) -> DecisionRule:
         if len(queries) >= least:
             cure = f"Of {len(queries):,} labelled queries the next one is wrong: train the model"
         of_all = f" in one of {len(parts)} categories" if len(parts) > 1 else ""
-        raise InvalidParameterError(
+        return (
             f"accept = {accept:g} is not possible: {least:,} accepted without an error are needed "
             f"for {100 * accept:.4g} % at {100 * confidence:.4g} % confidence{of_all}; there are "
             f"{right:,}. {cure}, or ask for less."

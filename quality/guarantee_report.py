@@ -6,16 +6,16 @@ from math import inf
 import numpy as np
 from pydantic import BaseModel
 
-from kinlens.embedder.errors import InvalidParameterError
 from kinlens.quality.guarantee import (
     DecisionRule,
     Guarantee,
     Judged,
     Limits,
     SetRule,
+    decision_rule,
     labels_for_decisions,
     labels_for_sets,
-    lowest_lead,
+    set_rule,
 )
 from kinlens.quality.intervals import exact_interval
 from kinlens.reports import Report
@@ -51,7 +51,7 @@ class GuaranteeReport(BaseModel, Report, frozen=True):
         none_needs: number of labels that are missing until "none of these" is not in each set.
         more: for more labels like these, their number, the mean share of accepted queries then, and
             the chance that no decision is possible.
-        separate_needs: labels of a category for a limit of its own, in sets and in decisions.
+        separate_needs: labels of each category for a limit of its own, in sets and in decisions.
     """
 
     at: str
@@ -115,7 +115,7 @@ class GuaranteeReport(BaseModel, Report, frozen=True):
         if isinstance(found, str):
             yield found
             return
-        each = f" for each {self.by}" if len(found.leads) > 1 else ""
+        each = f" for all {self.by} together" if len(found.leads) > 1 else ""
         yield (
             f"Accepted without a person: {found.accepted / found.queries:.1%} of the queries, of "
             f"which {100 * found.accept:.4g} % are right at {100 * found.confidence:.4g} % "
@@ -136,17 +136,9 @@ def report_of(guarantee: Guarantee, level: float, accept: float) -> GuaranteeRep
     """The report for sets of this level, and decisions of this share of right ones."""
     queries = guarantee.queries
     absent = sum(one.absent for one in queries)
-    sets: SetRule | str
-    decisions: DecisionRule | str
-    try:
-        sets = guarantee.sets(level)
-    except InvalidParameterError as error:
-        sets = str(error)
-    try:
-        decisions = guarantee.decisions(accept)
-    except InvalidParameterError as error:
-        decisions = str(error)
+    sets, decisions = set_rule(guarantee, float(level)), decision_rule(guarantee, float(accept))
     refused = isinstance(decisions, str)
+    each = 1 - (1 - guarantee.confidence) / max(len({one.best_kind for one in queries}), 1)
     return GuaranteeReport(
         at=guarantee.at,
         source=guarantee.source,
@@ -161,20 +153,22 @@ def report_of(guarantee: Guarantee, level: float, accept: float) -> GuaranteeRep
         parts=[*_parts(guarantee, sets, decisions)],
         separate_needs=None
         if guarantee.by is None or guarantee.is_split
-        else (labels_for_sets(level), labels_for_decisions(accept, guarantee.confidence)),
+        else (labels_for_sets(level), labels_for_decisions(accept, each)),
     )
 
 
 def outlook(guarantee: Guarantee, accept: float, more: int) -> tuple[float, float]:
     """What `more` labels like the known ones would bring: the mean share of accepted queries, and
-    the chance that no decision is possible. From random draws, with one limit for all categories.
+    the chance that no decision is possible. From random draws.
     """
     rng, queries, shares = np.random.default_rng(0), guarantee.queries, list[float]()
-    for _ in range(_DRAWS):
+    for number in range(_DRAWS):
         drawn = [queries[n] for n in rng.integers(0, len(queries), len(queries) + more)]
-        lead = lowest_lead(drawn, accept, guarantee.confidence)
-        shares.append(sum(one.lead > lead for one in queries) / len(queries))
-    return round(float(np.mean(shares)), 4), shares.count(0.0) / _DRAWS
+        labels = guarantee.model_copy(update={"queries": (*drawn,), "at": f"{number} of {more}"})
+        if not isinstance(rule := decision_rule(labels, float(accept)), str):
+            taken = sum(rule.takes(one.lead, one.best_kind) for one in queries)
+            shares.append(taken / len(queries))
+    return round(sum(shares) / _DRAWS, 4), (_DRAWS - len(shares)) / _DRAWS
 
 
 def _parts(
@@ -185,7 +179,7 @@ def _parts(
     """
     queries = guarantee.queries
     named = {"all": [*queries]}
-    for kind in dict.fromkeys(one.kind for one in queries if one.kind is not None):
+    for kind in dict.fromkeys(one.kind for one in queries if one.kind):
         named[f"{guarantee.by} = {kind}"] = [one for one in queries if one.kind == kind]
     for low, high in _SIZES:
         text = f"{low}" if low == high else f"{low} to {high}" if high < 10**9 else f"{low} or more"

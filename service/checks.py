@@ -10,9 +10,17 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from kinlens.embedder.errors import KinlensError, StateError, disk_fault
+from kinlens.embedder.errors import (
+    InvalidParameterError,
+    KinlensError,
+    StateError,
+    disk_fault,
+)
 from kinlens.indexer.galleries import gpu_memory, snapshot_at
 from kinlens.indexer.gallery import Gallery as IndexedGallery
+from kinlens.quality.calibrator import Calibrator
+from kinlens.quality.golden import GoldenSet
+from kinlens.quality.guarantee import LEVEL
 from kinlens.service.access.keys import open_keys
 from kinlens.service.access.links import describe_link
 from kinlens.service.encoding.model import Backend
@@ -128,9 +136,22 @@ def _gallery(location: GalleryLocation, settings: Settings, bundles: Bundles) ->
         missing = [] if location.managed else missing_image_roots({location.name: gallery})
         if fault := ImageStores(None, settings.pictures_timeout_ms / 1e3).check(gallery):
             missing = [f"The images at {gallery.image_root} cannot be read now: {fault}."]
+        if isinstance(gallery, IndexedGallery) and (fault := _no_guarantee(gallery)):
+            missing.append(fault)
     if missing:
-        raise UserWarning(f"{text}. {missing[0]}")
+        raise UserWarning(f"{text}. {' '.join(missing)}")
     return text
+
+
+def _no_guarantee(gallery: IndexedGallery) -> str | None:
+    """Why its labelled queries guarantee no answer; None without such queries."""
+    if not GoldenSet(gallery.path).queries():
+        return None
+    try:
+        Calibrator(gallery).guarantee().sets(LEVEL)
+    except InvalidParameterError as error:
+        return str(error)
+    return None
 
 
 def _gpu() -> str:

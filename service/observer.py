@@ -192,8 +192,9 @@ FAMILIES = (
     ),
     _described(
         "kinlens_guarantee_withdrawn",
-        "1 after a guarantee has ended, until the golden set is run again: other queries came, a "
-        "fifth of the items changed, or the gallery was rebuilt. Absent without a guarantee.",
+        "1 after a guarantee has ended, until the golden set is run again: other queries came (a "
+        "false alarm in 1 of 100 starts of a process), a fifth of the items changed, or the "
+        "gallery was rebuilt. Absent without a guarantee.",
         "gallery",
     ),
     _described(

@@ -179,7 +179,8 @@ class Gallery(GalleryCare, GalleryAdditions):
             sort_by: NAME or NAME:desc, to sort the best 200.
             no_match_prior: probability that the product is not in the gallery.
             guarantee: level of the smallest set of products that has the right one, as
-                `hits.guarantee.groups`; it needs labelled queries, and one whole image or vector.
+                `hits.guarantee.groups`; it needs labelled queries, and one whole image or vector,
+                without offset, exact, another order and minimum scores.
             accept: share of right ones among the best products that are taken without a person,
                 as `hits.accepted`.
 

@@ -165,6 +165,8 @@ class Hits(list[Hit]):
             yield from (f"    {hit.score:.4f}  {_line(hit)}" for hit in group.hits)
         if self.no_match_probability is not None:
             yield f"None of these: {100 * self.no_match_probability:.0f} %"
+        if self.guarantee is not None:
+            yield from self.guarantee.lines()
         for name, facet in (self.facets or {}).items():
             yield _counts(name, facet.described())
 
@@ -344,10 +346,8 @@ class Searcher:
                     "guarantee and accept hold for queries like the labelled ones: one whole "
                     "image, or its vector."
                 )
-            known, where = self._guarantee(), wanted.options.where
-            hits.guarantee = guaranteed(
-                store, targets.vectors, known, level, accept, wanted.k, where
-            )
+            known = self._guarantee()
+            hits.guarantee = guaranteed(store, targets.vectors, known, level, accept, wanted)
         return hits
 
     def _guarantee(self) -> Guarantee:

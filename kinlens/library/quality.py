@@ -52,7 +52,7 @@ from kinlens.library.stores import Store, folder_of
 from kinlens.quality.calibration import GalleryCalibration
 from kinlens.quality.calibrator import Calibrator
 from kinlens.quality.golden import GoldenSet, NewQuery
-from kinlens.quality.guarantee import CONFIDENCE
+from kinlens.quality.guarantee import ACCEPT, CONFIDENCE, LEVEL, Choices
 from kinlens.quality.guarantee_report import GuaranteeReport, report_of
 from kinlens.quality.judging import Embedded, GoldenResults, embedded, labelled, threshold_of
 from kinlens.reports import Report
@@ -239,8 +239,8 @@ def guarantee(
     gallery: Gallery,
     bundle: Embedder | None = None,
     *,
-    level: float = 0.95,
-    accept: float = 0.99,
+    level: float = LEVEL,
+    accept: float = ACCEPT,
     confidence: float | None = None,
     by: str | None = None,
     separate: bool = False,
@@ -271,12 +271,14 @@ def guarantee(
         raise InvalidParameterError(
             "`separate` needs `by`, the attribute whose values are separate."
         )
-    options = (by, separate, CONFIDENCE if confidence is None else confidence)
+    choices = Choices(
+        by=by, is_split=separate, confidence=CONFIDENCE if confidence is None else confidence
+    )
     if bundle is not None:
         known = partial(labelled, gallery, *_asked(gallery, bundle, shown))
-        found = calibrator.fit_guarantee(known, *options)
+        found = calibrator.fit_guarantee(known, choices)
     elif from_items:
-        found = calibrator.fit_guarantee(None, *options)
+        found = calibrator.fit_guarantee(None, choices)
     elif by is not None or confidence is not None:
         raise InvalidParameterError("`by` and `confidence` need a bundle or from_items.")
     else:

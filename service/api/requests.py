@@ -555,7 +555,8 @@ class SearchRequest(SearchFields):
         _Level | None,
         Field(
             description="The smallest set of products that has the right one with this "
-            "probability. It needs labelled queries, else 422, and one whole image or vector.",
+            "probability. It needs labelled queries, else 422, and one whole image or vector. Not "
+            "with offset, sort_by, diversity, boost, exact, min_score and min_probability.",
             examples=[0.95],
         ),
     ] = None
@@ -564,7 +565,7 @@ class SearchRequest(SearchFields):
         Field(
             description="Whether the best product may be taken without a person, so that this "
             "share of those taken is right. It needs labelled queries, else 422, and one whole "
-            "image or vector.",
+            "image or vector, without what guarantee excludes.",
             examples=[0.99],
         ),
     ] = None

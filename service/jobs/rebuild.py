@@ -35,7 +35,6 @@ from kinlens.indexer.ingest.sources import Record
 from kinlens.indexer.ingest.sync import MaxRemoved, SyncSettings, source_of, sync_source
 from kinlens.indexer.types import Item, Progress
 from kinlens.indexer.uploads import UploadFolder
-from kinlens.quality.calibration import NO_GOLDEN, REBUILT
 from kinlens.quality.calibrator import Calibrator
 from kinlens.quality.gate import (
     Gate,
@@ -313,11 +312,7 @@ def _calibrate_as(old: Gallery, new: Gallery) -> None:
     """Calibrate the new gallery, with the product attribute that was chosen for the old one."""
     known = Calibrator(old).stored()
     is_chosen = known is not None and known.is_chosen and known.product in new.schema()
-    had_guarantee = known is not None and known.guarantee != NO_GOLDEN
-    Calibrator(new).fit(
-        known.product if known is not None and is_chosen else None,
-        no_guarantee=REBUILT if had_guarantee else NO_GOLDEN,
-    )
+    Calibrator(new).fit(known.product if known is not None and is_chosen else None)
 
 
 def _judged_by_golden(
@@ -349,7 +344,7 @@ def _judged_by_golden(
     vectors = embedded(golden, queries, follower.embedder)
     after = GoldenResults.of(new, queries, vectors)
     try:
-        Calibrator(new).fit_golden(partial(labelled, new, queries, vectors))
+        Calibrator(new, golden).fit_golden(partial(labelled, new, queries, vectors))
     except GalleryError as error:  # the gallery is usable, and can be calibrated later
         context.log(f"the probabilities were not fitted to the golden set: {error}")
     thresholds = [threshold_of(one.calibration) for one in (old, follower.embedder)]

@@ -8,7 +8,7 @@ import structlog
 
 from kinlens.embedder.errors import InvalidParameterError
 from kinlens.quality.answers import Guaranteed
-from kinlens.quality.guarantee import Guarantee
+from kinlens.quality.guarantee import Guarantee, Vector
 from kinlens.service.galleries.registry import Served
 from kinlens.service.galleries.view import GalleryView
 from kinlens.service.search.query import Query
@@ -37,11 +37,11 @@ def guaranteed_by(served: Served, query: Query) -> Guarantee:
     return found
 
 
-def watch(served: Served, guarantee: Guarantee, found: Guaranteed) -> None:
+def watch(served: Served, guarantee: Guarantee, found: Guaranteed, vector: Vector) -> None:
     """Compare a query with the labelled ones; an alarm is logged, and withdraws the guarantee."""
     if served.calibrator is None or found.best is None:
         return
-    if served.calibrator.observe(guarantee, found.best):
+    if served.calibrator.observe(guarantee, found.best, vector):
         structlog.get_logger().warning(
             "guarantee withdrawn",
             gallery=served.name,

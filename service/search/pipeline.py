@@ -207,11 +207,9 @@ class Pipeline:
                         guarantee,
                         query.guarantee,
                         query.accept,
-                        query.k,
-                        query.where,
-                        cancel_token.check,
+                        found.wanted,
                     )
-                    watch(served, guarantee, kept)
+                    watch(served, guarantee, kept, found.vector)
                     found = replace(found, guaranteed=described(kept))
             results = found.encoded(served.name, gallery.generation, self.image_url)
             search_ms = (time.perf_counter() - before) * 1e3
@@ -388,7 +386,7 @@ def find(
         first = replace(wanted, k=depth, options=replace(options, offset=0))
         match = bool(results_of(gallery, targets.vectors, first, calibrated, prior))
     facets = gallery.facets(query.facets, targets.vectors, options) if query.facets else {}
-    return Found(query, results, targets.vectors[0], options, match, facets)
+    return Found(query, results, targets.vectors[0], wanted, match, facets)
 
 
 def _model(served: Served, query: Query) -> Model:
@@ -449,8 +447,8 @@ class RecallSampler:
 
     def offer(self, gallery: str, k: int, found: Found, version: str) -> None:
         """Count a search, and repeat it in the background if it is sampled. Does not block."""
-        is_measurable = found.ranked is not None and not found.options.reorders
-        if not self._every or not is_measurable or found.options.exact:
+        is_measurable = found.ranked is not None and not found.wanted.options.reorders
+        if not self._every or not is_measurable or found.wanted.options.exact:
             return
         self._offered += 1
         if self._offered % self._every == 0 and self._running.acquire(blocking=False):
@@ -467,7 +465,7 @@ class RecallSampler:
                 segment = gallery.facts().segment
                 if segment is None or segment.kind == "flat":
                     return
-                options = replace(found.options, exact=True, checkpoint=no_checkpoint)
+                options = replace(found.wanted.options, exact=True, checkpoint=no_checkpoint)
                 [exact] = gallery.search(found.vector[np.newaxis], k, options)
                 if gallery.version == version and exact:
                     recall = recall_of(found.ranked or (), exact)

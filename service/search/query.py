@@ -20,17 +20,9 @@ from kinlens.embedder.views.boxes import AUTO_BOXES, FoundBox
 from kinlens.indexer.checks.duplicates import LEAST_SCORE, near_score
 from kinlens.indexer.filters.tree import Filter
 from kinlens.indexer.gallery import Gallery
-from kinlens.indexer.types import (
-    Boost,
-    Facet,
-    Group,
-    Grouping,
-    SearchOptions,
-    SortBy,
-    VectorStore,
-)
+from kinlens.indexer.types import Boost, Facet, Group, Grouping, SortBy, VectorStore
 from kinlens.models import Distinct
-from kinlens.quality.answers import Results
+from kinlens.quality.answers import Results, Wanted
 from kinlens.service.access.links import image_address, link_parts
 from kinlens.service.encoding.model import Stages, View
 from kinlens.service.encoding.vectors import VectorView
@@ -191,7 +183,7 @@ class Found:
     """What a search found.
 
     results: the hits or groups, with their probabilities.
-    vector, options: what was searched for, for the recall sampler.
+    vector, wanted: what was searched for.
     match: whether anything matches, also on an earlier page.
     facets: the requested counts.
     guaranteed: the fields about what the answer guarantees.
@@ -200,7 +192,7 @@ class Found:
     query: Query
     results: Results
     vector: NDArray[np.float32]
-    options: SearchOptions
+    wanted: Wanted
     match: bool
     facets: Mapping[str, Facet]
     guaranteed: Mapping[str, Any] = field(default_factory=dict)

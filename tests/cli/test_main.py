@@ -1,6 +1,7 @@
 """kinlens-serve: help, one clear line per refusal, start and exit; its commands check and keys."""
 
 import asyncio
+import contextlib
 import json
 import re
 import shlex
@@ -17,6 +18,7 @@ import httpx
 import pytest
 from typer.testing import CliRunner, Result
 
+import kinlens
 from kinlens.embedder.bundle import Bundle
 from kinlens.service.access.keys import FreshKeys
 from kinlens.service.commands.program import app
@@ -325,6 +327,29 @@ def test_check_warns_where_callers_without_a_key_see_more_than_a_bound_key(paths
     assert "KINLENS_ANONYMOUS_SCOPES" in str(found["exposure"])
     call("keys", "revoke", "shop7", *state)
     assert "exposure" not in findings(*paths, *state, code=0)
+
+
+def test_check_warns_of_labelled_queries_that_guarantee_nothing(
+    tiny_bundle: Bundle, tiny_gallery: Path, tmp_path: Path
+) -> None:
+    shop = shutil.copytree(tiny_gallery, tmp_path / "shop")
+    paths = ["--bundle", str(tiny_bundle.path), "--gallery", f"shop={shop}"]
+    with contextlib.closing(kinlens.open_gallery(shop, bundle=tiny_bundle.path)) as gallery:
+        keys = [item.key for item in gallery.each_item()]
+        gallery.add_golden(encoded(photo(0), "JPEG"), keys=keys[:1])
+        for work, reason in (
+            (gallery.evaluate, "no attribute names the product"),
+            (lambda: gallery.update({key: {"product": key} for key in keys}), "no attribute names"),
+            (lambda: gallery.calibrate("product"), "it was not run"),
+            (gallery.evaluate, "needs at least 19 labelled"),
+        ):
+            work()
+            found = findings(*paths, code=0)["gallery shop"]
+            assert found["verdict"] == "warning"
+            assert reason in found["text"]
+            assert "8 items" in found["text"]
+        gallery.remove_golden(gallery.golden().queries[0].sha256)
+    assert findings(*paths, code=0)["gallery shop"]["verdict"] == "ok"
 
 
 def test_settings_that_exclude_each_other_are_named(monkeypatch) -> None:

@@ -7,7 +7,9 @@ from kinlens.embedder.errors import InvalidParameterError
 from kinlens.indexer.gallery import Gallery
 from kinlens.quality.calibration import REBUILT
 from kinlens.quality.calibrator import Calibrator
-from kinlens.quality.drift import FALSE_ALARMS, DriftTest
+from kinlens.quality.drift import COUNTED, FALSE_ALARMS, DriftTest
+from kinlens.quality.guarantee import Choices
+from tests.indexer.oracle import units
 from tests.indexer.test_guarantee import asked, stocked
 
 RUNS, QUERIES = 200, 1_000
@@ -52,12 +54,14 @@ def test_an_alarm_withdraws_the_guarantee_until_it_is_fitted_again(gallery: Gall
     stocked(gallery)
     calibrator, other = Calibrator(gallery), Calibrator(gallery)
     assert calibrator.withdrawn() is None
-    calibrator.fit_guarantee(lambda product: asked(60), "kind")
+    calibrator.fit_guarantee(lambda product: asked(60), Choices(by="kind"))
     fitted = calibrator.guarantee()
     assert (calibrator.withdrawn(), other.withdrawn()) == ("", "")
-    assert not any(calibrator.observe(fitted, 1.0) for _ in range(500))  # copies do not count
-    alarms = (calibrator.observe(fitted, 0.1) for _ in range(100))
-    assert any(alarms)
+    vectors = units(600, 1)
+    # Copies of items do not count, nor does the same query again.
+    assert not any(calibrator.observe(fitted, 1.0, vector) for vector in vectors)
+    assert not any(calibrator.observe(fitted, 0.1, vectors[0]) for _ in range(500))
+    assert any(calibrator.observe(fitted, 0.1, vector) for vector in vectors[:100])
     for each in (calibrator, other, Calibrator(gallery)):  # other processes, and a restart
         with pytest.raises(InvalidParameterError, match="differ from the labelled ones"):
             each.guarantee()
@@ -69,12 +73,49 @@ def test_an_alarm_withdraws_the_guarantee_until_it_is_fitted_again(gallery: Gall
     assert calibrator.guarantee().by == "kind"
 
 
-def test_a_rebuilt_gallery_reports_that_it_had_a_guarantee(gallery: Gallery) -> None:
+def test_only_the_last_queries_are_known_again() -> None:
+    test = DriftTest([0.7] * 20)
+    names = [f"{number}".encode() for number in range(COUNTED + 1)]
+    for name in (*names, *names[1:]):
+        test.add(0.7, name)
+    assert test.queries == COUNTED + 1
+    test.add(0.7, names[0])  # forgotten, as only the last are known
+    assert test.queries == COUNTED + 2
+
+
+def test_another_generation_or_product_ends_a_guarantee_and_keeps_the_choices(
+    gallery: Gallery,
+) -> None:
     stocked(gallery)
+    choices = Choices(by="kind", is_split=True, confidence=0.9)
+    Calibrator(gallery).fit_guarantee(lambda product: asked(60), choices)
+    [file] = gallery.path.glob("**/calibration.json")
+    file.unlink()  # as in a new generation
     calibrator = Calibrator(gallery)
-    calibrator.fit(no_guarantee=REBUILT)
     assert calibrator.withdrawn() == REBUILT
-    with pytest.raises(InvalidParameterError, match="was rebuilt"):
+    calibrator.fit_if_outdated()
+    with pytest.raises(InvalidParameterError, match="is another one"):
         calibrator.guarantee()
     calibrator.fit_golden(lambda product: asked(60))
     assert calibrator.withdrawn() == ""
+    kept = calibrator.guarantee()
+    assert (kept.by, kept.is_split, kept.confidence) == ("kind", True, 0.9)
+    calibrator.fit("kind")
+    assert calibrator.withdrawn() == REBUILT
+
+
+def test_a_gallery_that_was_not_changed_is_not_read_again(
+    gallery: Gallery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each request and each scrape asks; an outdated guarantee must not cost more than a valid."""
+    stocked(gallery)
+    calibrator = Calibrator(gallery)
+    calibrator.fit_golden(lambda product: asked(60))
+    reads, read = [], gallery.items_at
+    monkeypatch.setattr(gallery, "items_at", lambda ids: reads.append(1) or read(ids))
+    for count in (0, 60):
+        gallery.remove([f"k{n}" for n in range(count)])
+        reads.clear()
+        for _ in range(5):
+            assert bool(calibrator.withdrawn()) is (count > 0)
+        assert len(reads) == 1

@@ -299,6 +299,13 @@ def test_the_command_prints_what_labelled_queries_guarantee(
     again = printed(run(*words, "--json", "--accept", "0.5"))
     assert again["by"] == "class"
     assert again["decisions"]["accepted"] > 0
+    asks = ("search", built, "--image", tmp_path / "0.png", "--bundle", "b", "--guarantee", "0.9")
+    answer = printed(run(*asks, "--accept", "0.5", "--json"))["guarantee"]
+    assert (answer["accepted"], answer["groups"][0]["value"]) == (True, "cup")
+    text = run(*asks, "--accept", "0.5").stdout
+    assert "Products (right for 90 %): cup" in text
+    assert "Accepted: cup" in text
+    assert "Omit offset" in failure(run(*asks, "--offset", "1"))
     split = run(*words, "--bundle", "b", "--by", "class", "--separate", "--confidence", "0.9")
     assert ", others" in split.stdout
     assert "at 90 % confidence" in split.stdout

@@ -13,17 +13,17 @@ import kinlens
 from kinlens.embedder.errors import InvalidParameterError
 from kinlens.embedder.types import Embeddings, Hit
 from kinlens.indexer.gallery import Gallery
-from kinlens.indexer.types import Entry, Group, Grouping
-from kinlens.quality.answers import guaranteed
+from kinlens.indexer.types import Entry, Group, Grouping, SearchOptions
+from kinlens.quality.answers import Guaranteed, Wanted, guaranteed
 from kinlens.quality.calibrator import Calibrator
 from kinlens.quality.guarantee import (
     RANKED,
+    Choices,
     Guarantee,
     Judged,
     Labelled,
     counts_to_test,
     judge,
-    judge_items,
     labels_for_decisions,
     labels_for_sets,
     lowest_lead,
@@ -93,7 +93,7 @@ def drawn(people: Guarantee, count: int, seed: int, absent: bool = True) -> Guar
     return people.model_copy(update={"queries": tuple(known[n] for n in chosen), "at": str(seed)})
 
 
-def judged(lead: float, right: bool, kind: str | None = None) -> Judged:
+def judged(lead: float, right: bool, kind: str = "") -> Judged:
     return Judged(0.9, (0.0, lead), 0.0 if right else lead, kind=kind, best_kind=kind)
 
 
@@ -144,7 +144,7 @@ def test_sets_cover_the_level_of_the_queries_that_come(people: Guarantee, count:
     for seed in range(500):
         rule = drawn(people, count, seed, absent=False).sets(0.95)
         shares.append(
-            np.mean([rule.has(inf if one.behind is None else one.behind, None) for one in queries])
+            np.mean([rule.has(inf if one.behind is None else one.behind, "") for one in queries])
         )
     error = np.std(shares) / np.sqrt(len(shares))
     assert np.mean(shares) >= 0.95 - 2 * error
@@ -172,7 +172,7 @@ def test_decisions_err_more_often_than_asked_in_at_most_one_of_twenty(
             rule = drawn(studio, count, seed).decisions(accept)
         except InvalidParameterError:
             continue
-        taken = [one for one in queries if rule.takes(one.lead, None)]
+        taken = [one for one in queries if rule.takes(one.lead, "")]
         accepted.append(len(taken) / len(queries))
         harmed += np.mean([one.is_right for one in taken]) < accept
     assert harmed <= stats.binom.ppf(0.999, 500, 0.05)
@@ -246,15 +246,15 @@ def test_299_right_answers_suffice_and_one_error_among_the_surest_does_not() -> 
         of(*right[:288], judged(0.2288, False), *right[289:]).decisions(0.99)
     later = of(*right, judged(0.1, True), *[judged(0.01, False)] * 9).decisions(0.99)
     assert (later.accepted, later.wrong) == (299, 0)
-    assert later.takes(0.11, None)
-    assert not later.takes(0.1, None)
+    assert later.takes(0.11, "")
+    assert not later.takes(0.1, "")
 
 
 def test_ties_are_wrong_for_decisions_and_members_of_sets() -> None:
     tie = judged(0.0, True)
     assert not tie.is_right
     rule = of(*(judged(0.1, True) for _ in range(40)), tie).decisions(0.9)
-    assert not rule.takes(0.0, None)
+    assert not rule.takes(0.0, "")
     sets = of(*(judged(0.1, n < 35) for n in range(40))).sets(0.95)
     groups = [Group(n, score, [Hit(n, str(n), score)]) for n, score in enumerate((0.8, 0.7, 0.69))]
     assert [group.value for group in sets.members(groups)] == [0, 1]  # 0.1 behind, in float32 too
@@ -322,8 +322,8 @@ def test_a_gallery_judges_labelled_photos_as_a_naive_search_does(gallery: Galler
     vectors = np.stack([entry.vector for batch in gallery.scan() for entry in batch])
     products = np.repeat(np.arange(PRODUCTS), VIEWS)
     queries = [*asked(80)]
-    found = judge(gallery, "product", queries, by="kind")
-    for one, (vector, label, is_right, _) in zip(found.queries, queries, strict=True):
+    found = judge(gallery, "product", queries, Choices(by="kind"))
+    for one, (vector, label, is_right, *_) in zip(found.queries, queries, strict=True):
         best = np.array([(vectors[products == p] @ vector).max() for p in range(PRODUCTS)])
         order = np.sort(best)[::-1]
         assert one.best == pytest.approx(order[0], abs=2e-6)
@@ -339,8 +339,8 @@ def test_a_gallery_judges_labelled_photos_as_a_naive_search_does(gallery: Galler
 
 def test_items_of_the_gallery_are_judged_without_themselves(gallery: Gallery) -> None:
     stocked(gallery)
-    found = judge_items(gallery, "product", 50, None, False, 0.95)
-    assert len(found.queries) == 50
+    found = judge(gallery, "product", None)
+    assert len(found.queries) == PRODUCTS * VIEWS
     assert found.source == "gallery"
     assert max(one.best for one in found.queries) < 0.999
     assert not any(one.absent for one in found.queries)
@@ -365,7 +365,8 @@ def test_a_guarantee_is_stored_and_withdrawn_after_a_fifth_of_the_items_changed(
     calibrator.fit_if_outdated()
     with pytest.raises(InvalidParameterError, match="other items"):
         Calibrator(gallery).guarantee()
-    calibrator.fit_guarantee(lambda product: asked(60), "kind", True, 0.9)
+    choices = Choices(by="kind", is_split=True, confidence=0.9)
+    calibrator.fit_guarantee(lambda product: asked(60), choices)
     assert (calibrator.guarantee().by, calibrator.guarantee().confidence) == ("kind", 0.9)
     calibrator.fit_golden(lambda product: asked(60))  # keeps what the owner chose
     assert (calibrator.guarantee().by, calibrator.guarantee().confidence) == ("kind", 0.9)
@@ -376,7 +377,7 @@ def test_a_guarantee_is_stored_and_withdrawn_after_a_fifth_of_the_items_changed(
     calibrator.fit_golden(lambda product: asked(60))  # also after it was withdrawn
     assert (calibrator.guarantee().by, calibrator.guarantee().confidence) == ("kind", 0.9)
     with pytest.raises(InvalidParameterError, match="No item has the attribute shade"):
-        calibrator.fit_guarantee(None, "shade")
+        calibrator.fit_guarantee(None, Choices(by="shade"))
 
 
 def test_a_guarantee_is_withdrawn_after_a_fifth_of_the_items_got_other_products(
@@ -385,7 +386,7 @@ def test_a_guarantee_is_withdrawn_after_a_fifth_of_the_items_got_other_products(
     """Of 180 items, 500 are compared at most: all of them."""
     stocked(gallery)
     calibrator = Calibrator(gallery)
-    kept = calibrator.fit_guarantee(lambda product: asked(60), "kind", True)
+    kept = calibrator.fit_guarantee(lambda product: asked(60), Choices(by="kind", is_split=True))
     gallery.update({f"k{n}": {"price": n} for n in range(180)})
     assert Calibrator(gallery).guarantee() == kept
     gallery.update({f"k{n}": {"product": "p99"} for n in range(20)})
@@ -406,11 +407,11 @@ def test_a_product_that_is_not_found_keeps_its_category(gallery: Gallery) -> Non
     """Otherwise its category would get a limit from the queries that were found."""
     stocked(gallery)
     lost = Labelled(units(1, 9)[0], "p4", lambda hit: False, gallery.stored(["k12"])["k12"])
-    known = judge(gallery, "product", [*asked(60), lost, *[lost] * 9], "kind", True)
-    assert {one.kind for one in known.queries[60:]} == {"c1"}
+    known = judge(gallery, "product", [*asked(60), lost], Choices(by="kind", is_split=True))
+    assert [one.kind for one in known.queries[60:]] == ["c1"]
     names = {f"k{n}": {"name": f"n{n}"} for n in range(180)}
     gallery.update(names)
-    alone = judge_items(gallery, "name", 50, "kind", False, 0.95)
+    alone = judge(gallery, "name", None, Choices(by="kind"))
     assert {one.kind for one in alone.queries} == {"c0", "c1", "c2"}
     assert {one.behind for one in alone.queries} == {None}
 
@@ -430,7 +431,7 @@ def test_python_answers_with_the_set_and_the_decision_of_the_rules(gallery: Gall
         members = [g.value for g in groups if best - g.score <= sets.limits[""] + 1e-5]
         assert [group.value for group in hits.guarantee.groups] == members
         assert hits.guarantee.holds
-        assert hits.accepted is decisions.takes(best - groups[1].score, None)
+        assert hits.accepted is decisions.takes(best - groups[1].score, "")
         assert hits.guarantee.none is sets.has_none([best, groups[1].score])
         assert [hit.key for hit in hits] == [hit.key for hit in shop.search(vector, k=60)]
     assert shop.search(vector).accepted is None
@@ -456,15 +457,98 @@ def test_customers_and_labelled_queries_are_ranked_among_as_many_products(
     [vector] = photos(np.random.default_rng(3), np.arange(1), NOISE)
     for k in (1, RANKED - 1, 2 * PRODUCTS):
         depths.clear()
-        found = guaranteed(gallery, vector[None], known, 0.9, None, k)
+        found = guaranteed(gallery, vector[None], known, 0.9, None, Wanted(k))
         assert depths == [RANKED]
         assert found.holds is (k > 1)
     depths.clear()
     wide = of(*(judged(0.1, True) for _ in range(40)), *[Judged(0.9, (0.0, 0.1), 2.0)] * 9)
     wide = wide.model_copy(update={"product": "product"})
-    assert guaranteed(gallery, vector[None], wide, 0.9, None, PRODUCTS + 1).holds
+    assert guaranteed(gallery, vector[None], wide, 0.9, None, Wanted(PRODUCTS + 1)).holds
     assert depths == [RANKED, PRODUCTS + 2]
-    assert guaranteed(gallery, vector[None], wide, 0.9, None, PRODUCTS - 1).cut == "k"
+    assert guaranteed(gallery, vector[None], wide, 0.9, None, Wanted(PRODUCTS - 1)).cut == "k"
+
+
+def test_a_decision_is_about_the_first_hit_also_with_a_filter(gallery: Gallery) -> None:
+    """The best product has a photo that matches, but that of another product is more similar."""
+    axis = np.eye(DIM, dtype=np.float32)
+
+    def at(cosine: float) -> Embeddings:
+        vector: Embeddings = cosine * axis[0] + np.sqrt(1 - cosine**2) * axis[1]
+        return vector.astype(np.float32)
+
+    shown = ((0.9, "a", "red"), (0.5, "a", "blue"), (0.7, "b", "blue"), (0.1, "c", "blue"))
+    gallery.add(
+        Entry(f"k{n}", at(cosine), f"{n:064x}", {"product": product, "colour": colour})
+        for n, (cosine, product, colour) in enumerate(shown)
+    )
+    known = of(*(judged(0.1, True) for _ in range(40))).model_copy(update={"product": "product"})
+
+    def answer(where: str | None) -> Guaranteed:
+        options = SearchOptions(where=where)
+        return guaranteed(gallery, axis[:1], known, 0.9, 0.9, Wanted(5, options))
+
+    for where, accepted, groups in (
+        (None, True, ["a"]),
+        ('colour = "red"', True, ["a"]),
+        ('colour = "blue"', False, ["a"]),
+        ('product = "b"', False, []),
+    ):
+        found = answer(where)
+        assert (found.accepted, [group.value for group in found.groups]) == (accepted, groups)
+
+
+def test_python_refuses_another_order_with_a_guarantee(gallery: Gallery) -> None:
+    stocked(gallery, CLEAR)
+    Calibrator(gallery).fit_golden(lambda product: asked(60, CLEAR))
+    shop, [vector] = kinlens.Gallery(gallery), units(1, 1)
+    for more in (
+        {"offset": 1},
+        {"sort_by": "kind"},
+        {"diversity": 0.5},
+        {"exact": True},
+        {"min_score": 0.1},
+        {"options": SearchOptions(exclude=frozenset([1]))},
+        {"options": SearchOptions(effort=64)},
+    ):
+        for asks in ({"guarantee": 0.8}, {"accept": 0.7}):
+            with pytest.raises(InvalidParameterError, match="Omit offset"):
+                shop.search(vector, **asks, **more)
+    with pytest.raises(InvalidParameterError):
+        shop.search(np.full(DIM, np.nan, np.float32), accept=0.7)
+    for kind in ("c0", "c1"):  # the first hit of all is of kind c1
+        found = shop.search(vector, distinct=True, filter=f'kind = "{kind}"', accept=0.7)
+        assert found.accepted is (kind == "c1")
+
+
+def test_a_photo_that_was_labelled_twice_counts_once(gallery: Gallery) -> None:
+    """It is no further draw of what comes, whatever its label is."""
+    stocked(gallery)
+    known = judge(gallery, "product", asked(60))
+    again = [Labelled(one.vector.copy(), "other", None) for one in asked(60)]
+    assert judge(gallery, "product", [*asked(60), *again]).queries == known.queries
+
+
+@pytest.mark.parametrize(
+    ("queries", "sets", "decisions"),
+    [
+        ((), "at least 1 labelled", "there are 0"),
+        ([Judged(0.5, (0.0, 0.1), None, absent=True)] * 40, "there are 0", "there are 0"),
+        ([judged(0.1, True)], None, "Label 4 more"),
+        ([Judged(0.9, (0.0,), 0.0)] * 40, None, None),  # a gallery of one product
+        ([judged(0.0, True)] * 40, None, "there are 0"),  # ties of the best two
+    ],
+)
+def test_labels_at_the_edges_suffice_or_are_refused(
+    queries: list[Judged], sets: str | None, decisions: str | None
+) -> None:
+    known = of(*queries)
+    for ask, refusal in ((known.sets, sets), (known.decisions, decisions)):
+        if refusal is None:
+            assert ask(0.5)
+        else:
+            with pytest.raises(InvalidParameterError, match=refusal):
+                ask(0.5)
+    assert [*report_of(known, 0.5, 0.5).lines()]
 
 
 def test_levels_may_be_numbers_of_numpy(gallery: Gallery) -> None:
@@ -479,6 +563,6 @@ def test_a_gallery_without_the_attribute_of_a_product_guarantees_nothing(gallery
     vectors = units(30, 5)
     gallery.add(Entry(f"k{n}", vector, f"{n:064x}", {"n": n}) for n, vector in enumerate(vectors))
     with pytest.raises(InvalidParameterError, match="No item has the attribute product"):
-        Calibrator(gallery).fit_guarantee(None)
+        Calibrator(gallery).fit_guarantee(None, Choices())
     [groups] = gallery.search_groups(vectors[:1], 3, Grouping("n"))
     assert len(groups) == 3

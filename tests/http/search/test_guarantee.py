@@ -117,6 +117,18 @@ def test_what_is_asked_is_part_of_the_key_of_a_cached_answer(guarded) -> None:
         ({"images": [{"data": text_of(photo(1)), "crops": [[0, 0, 0.5, 1]]}]}, "one whole image"),
         ({"images": [{"data": text_of(photo(1)), "crops": "auto"}]}, "one whole image"),
         ({"images": [{"data": text_of(photo(n))} for n in (1, 2)]}, "one whole image"),
+        *(
+            (option, "Omit offset, sort_by, diversity, boost, exact, min_score")
+            for option in (
+                {"offset": 1},
+                {"sort_by": "price"},
+                {"boost": "price:0.1"},
+                {"diversity": 0.3},
+                {"exact": True},
+                {"min_score": 0.1},
+                {"min_probability": 0.1},
+            )
+        ),
         ({"guarantee": 1.0}, "guarantee = 1.0"),
         ({"guarantee": 0.0}, "guarantee = 0.0"),
         ({"accept": 1e-17}, "accept = 1e-17"),
@@ -130,6 +142,24 @@ def test_what_cannot_be_guaranteed_is_422(guarded, more: dict[str, Any], reason:
     problem = post(guarded, body).json()
     assert problem["status"] == 422
     assert reason in json.dumps(problem)
+
+
+def test_a_batch_and_the_client_refuse_another_order_too(guarded) -> None:
+    with Client(guarded.url) as client:
+        with pytest.raises(InvalidError, match="Omit offset"):
+            client.search(near(5, 60), accept=0.5, sort_by="price")
+        [answer] = client.search_batch([Query(near(5, 60), {"accept": 0.5, "offset": 1})]).answers
+        assert (answer.status, "Omit offset" in str(answer.problem)) == (422, True)
+
+
+def test_other_options_leave_the_set_and_the_first_hit_as_they_are(guarded) -> None:
+    plain = found(guarded, near(3, 60), guarantee=0.9, accept=0.5)
+    for more in ({"distinct": True}, {"distinct": "near"}, {"facets": ["price"]}, {"fields": []}):
+        answer = found(guarded, near(3, 60), guarantee=0.9, accept=0.5, **more)
+        assert answer["guarantee"] == plain["guarantee"]
+        assert answer["hits"][0]["key"] == plain["hits"][0]["key"]
+    grouped = found(guarded, near(3, 60), accept=0.5, group_by="product")
+    assert grouped["groups"][0]["value"] == grouped["guarantee"]["groups"][0]["value"]
 
 
 def test_a_gallery_without_labelled_queries_names_the_cure(market) -> None:
@@ -170,8 +200,8 @@ def test_other_queries_withdraw_the_guarantee_until_it_is_run_again(tmp_path: Pa
         return service.metric("kinlens_guarantee_withdrawn", gallery="shop")
 
     with Client(service.url) as client:
-        for _ in range(100):  # the answers but one come from the cache, and do not count
-            client.search(photo(100), guarantee=0.8)
+        for k in range(1, 101):  # a query counts once, whatever else is asked with it
+            client.search(photo(100), guarantee=0.8, k=k)
         assert shop.gallery()["guarantee_withdrawn"] is None
         assert shop.gallery()["guarantee"] == 0.95
         assert withdrawn() == 0

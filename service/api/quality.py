@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path as FilePath
 from typing import Annotated, Any, TypeVar
 
-from fastapi import APIRouter, Path, Query, Request, Response
+from fastapi import APIRouter, HTTPException, Path, Query, Request, Response
 
 from kinlens.embedder import errors
 from kinlens.embedder.errors import ImageError, InvalidParameterError, KinlensError
@@ -223,9 +223,9 @@ async def unlabelled(runtime: Service, name: str) -> UnlabelledQuery:
     """One of the photos and words that the feedback stores and nobody has labelled or skipped.
 
     Each is equally likely, whatever was clicked and however sure the answer was: labels of chosen
-    queries guarantee nothing for the others. 404 while feedback is off.
+    queries guarantee nothing for the others. 404 unless the service stores photos.
     """
-    store = store_of(runtime)
+    store = _stored_queries(runtime)
     async with runtime.registry.find(name) as served:
         _folder(served)
         served.refuse_if_followed()
@@ -253,7 +253,9 @@ async def unlabelled(runtime: Service, name: str) -> UnlabelledQuery:
 )
 @rule("write", "galleries")
 async def unlabelled_image(runtime: Service, name: str, sha256: Sha256) -> Response:
-    """The photo that the feedback stores; 404 from when it was deleted there."""
+    """The photo that the feedback stores; 404 from when it was deleted there, or the service ceased
+    to store photos.
+    """
     data = await _of_feedback(runtime, name, lambda store: store.image(name, sha256))
     return Response(data, media_type="image/jpeg", headers={"Cache-Control": "no-store"})
 
@@ -340,10 +342,22 @@ async def duplicates(
 
 async def _of_feedback(runtime: Runtime, name: str, work: Callable[[FeedbackStore], T]) -> T:
     """Run `work` with the feedback, if the caller may use the golden set of the gallery."""
-    store = store_of(runtime)
+    store = _stored_queries(runtime)
     async with runtime.registry.find(name) as served:
         _folder(served)
     return await runtime.in_state(SUBJECT, store, work)
+
+
+def _stored_queries(runtime: Runtime) -> FeedbackStore:
+    """The feedback. Raises: HTTPException (404) unless it stores photos now; hides old ones."""
+    store = store_of(runtime)
+    if runtime.settings.feedback != "pictures":
+        raise HTTPException(
+            404,
+            "This service stores no photos of searches. To label them, start it with "
+            "KINLENS_FEEDBACK=pictures.",
+        )
+    return store
 
 
 def _folder(served: Served) -> FilePath:

@@ -115,17 +115,20 @@ def test_a_gallery_shows_only_its_own_queries_and_only_to_keys_of_its_golden_set
     assert status("part", "write", galleries=("shop",), filter="product = 1") == [403, 403]
 
 
-def test_without_stored_photos_there_is_nothing_to_label(tmp_path: Path, photos) -> None:
-    for mode, status in (("off", 404), ("pairs", 200)):
-        shop = start_shop(tmp_path / mode, feedback=mode)
-        shop.put({"3.png": photos[0]})
-        if mode == "pairs":
-            named = shop.search(photos[1]).json()["answer_id"]
-            sent = {"answer_id": named, "item": "3.png", "action": "clicked"}
-            shop.client.post("/feedback", json=sent).raise_for_status()
-            assert draw(shop)["left"] == 0
-        answer = shop.client.get(f"{shop.url}/golden/unlabelled")
-        assert answer.status_code == status
-        if status == 404:
+def test_photos_are_shown_only_while_the_service_stores_some(tmp_path: Path, photos) -> None:
+    """The operator takes the setting back: what was stored before is hidden, and not lost."""
+    shop = start_shop(tmp_path / "state", feedback="pictures")
+    shop.put({"3.png": photos[0]})
+    judge(shop, photos[1], "clicked")
+    sha = sha256(photos[1])
+    shop.close()
+    for mode in ("pairs", "off"):
+        shop = start_shop(tmp_path / "state", feedback=mode)
+        drawn = shop.client.get(f"{shop.url}/golden/unlabelled")
+        for answer in (drawn, shop.client.get(path(sha)), shop.client.delete(path(sha))):
+            assert answer.status_code == 404
             assert "KINLENS_FEEDBACK=pictures" in answer.json()["detail"]
         shop.close()
+    shop = start_shop(tmp_path / "state", feedback="pictures")
+    assert draw(shop)["sha256"] == sha
+    shop.close()

@@ -223,6 +223,11 @@ class GalleryReader(Searcher):
             attributes = self._attributes_of(now)
             return attributes.count(attributes.having(name, [value])) > than
 
+    def vectors(self, ids: Sequence[ItemId]) -> Embeddings:
+        """The stored vectors (N, D) of known items."""
+        with self._catalog.reading() as view:
+            return view.vectors(ids)
+
     def vectors_of_contents(self, sha256s: Sequence[str]) -> dict[str, NDArray[np.float32]]:
         with self._catalog.reading() as view:
             return view.vectors_by_content(sha256s)

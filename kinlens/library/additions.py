@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Unpack, overload
+from typing import Any, TypeVar, Unpack, overload
 
 from kinlens.calls import NewItem
 from kinlens.embedder.errors import GalleryConflictError, InvalidParameterError, SourceError
@@ -46,6 +46,8 @@ from kinlens.library.images import (
 )
 from kinlens.library.stores import Say, Store, keep_up
 from kinlens.values import AttributeInput
+
+Keyed = TypeVar("Keyed", Entry, NewItem)
 
 _ROWS = 4096
 _SHOWN = 200
@@ -115,7 +117,8 @@ class GalleryAdditions(Searcher):
         Returns: the counts, and `failures`: images that cannot be used, with their reasons. They
             are skipped with a warning.
 
-        Raises: InvalidParameterError for an item that cannot be stored; batches before it are.
+        Raises: InvalidParameterError for an item that cannot be stored, or that has the key of an
+            earlier one; batches before it are stored.
         """
         count = len(items) if hasattr(items, "__len__") else 0
         with progress_bar(count, "Storing", shown=self.shown) as advance:
@@ -285,6 +288,7 @@ class _Put:
 
     def entries(self, entries: Iterator[Entry]) -> PutReport:
         """Store items with vectors."""
+        entries = _each_once(entries)
         while part := [*islice(entries, _ROWS)]:
             self._written += self.store.add(part)
             self.on_progress(len(part))
@@ -304,7 +308,7 @@ class _Put:
                 "store their vectors alone."
             )
         embedder: Embedder = fitting(self.store, self.open_embedder())
-        images = _Images(several)
+        images = _Images(_each_once(several))
         source = Source(Path(), images.records, 0, "items", read=images.read)
         known = self.store.contents
         with embedded_batches(source, embedder, known, self.settings) as batches:
@@ -354,10 +358,6 @@ class _Images:
                 raise InvalidParameterError(
                     f"Item {key!r:.{_SHOWN}} has no image, but others have one. Put items with "
                     "vectors in a call of their own."
-                )
-            if key in self._items:
-                raise InvalidParameterError(
-                    f"Key {key!r:.{_SHOWN}} occurs twice. Give each item its own key."
                 )
             self._items[key] = item
             path = item.image if isinstance(item.image, str | Path) else ""
@@ -474,6 +474,18 @@ def _new_items(items: Any) -> Iterator[NewItem]:
 def _chained(first: NewItem, others: Iterator[NewItem]) -> Iterator[NewItem]:
     yield first
     yield from others
+
+
+def _each_once(items: Iterator[Keyed]) -> Iterator[Keyed]:
+    """The items. Raises: InvalidParameterError at a key that an earlier one has."""
+    seen: set[str] = set()
+    for item in items:
+        if (key := composed(item.key)) in seen:
+            raise InvalidParameterError(
+                f"Key {key!r:.{_SHOWN}} occurs twice. Give each item its own key."
+            )
+        seen.add(key)
+        yield item
 
 
 def warn_of(warn: Say, failures: Sequence[Failure], found: int) -> None:

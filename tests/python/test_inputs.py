@@ -124,6 +124,21 @@ def test_what_is_no_key_or_vector_is_named(
     assert stored(gallery) == []
 
 
+@pytest.mark.parametrize("kind", ["items", "table", "images"])
+def test_a_key_of_an_earlier_batch_is_refused(
+    kind: str, gallery: kinlens.Gallery, shop: Path
+) -> None:
+    keys = [*map(str, range(4096)), "0"]
+    items: Any = (kinlens.NewItem(key, vector=VECTORS[0]) for key in keys)
+    if kind == "table":
+        items = pa.table({"key": keys, "vector": [VECTORS[0].tolist()] * len(keys)})
+    elif kind == "images":
+        items = (kinlens.NewItem(key, shop / "loose.png") for key in [*keys[:99], "0"])
+    with pytest.raises(InvalidParameterError, match="Key '0' occurs twice"):
+        gallery.put_many(items, batch_size=1, workers=1)
+    assert gallery.item("0").id == 1
+
+
 def test_tables_of_arrow_have_vectors_or_paths(gallery: kinlens.Gallery, shop: Path) -> None:
     columns: dict[str, Any] = {"key": [7, 8], "vector": VECTORS.tolist(), "n": [1, None]}
     assert gallery.put_many(pa.record_batch(columns)).added == 2

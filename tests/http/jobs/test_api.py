@@ -274,10 +274,11 @@ def test_a_real_training_swaps_in_a_model_under_load(shop, tmp_path, name: str) 
     listed = photos / "products.csv"
     listed.write_text("\n".join(["product,path", *rows]), encoding="utf-8")
     old, known = adapted(listed, tmp_path) if name == "adapted" else (shop.old, None)
-    store_bundle(old.path, shop.state / "bundles")
-    path, settings = shop.state / "galleries" / name, BuildSettings(name=name)
+    state = tmp_path / "state"  # of its own: another service would start the job as it is set
+    store_bundle(old.path, state / "bundles")
+    path, settings = state / "galleries" / name, BuildSettings(name=name)
     build_gallery(csv_source(listed), OnnxEmbedder.open(old), path, settings)
-    more = {"training_command": "kinlens-train", "feedback": "pictures"}
+    more = {"state": state, "training_command": "kinlens-train", "feedback": "pictures"}
     service = run(create_app(Settings(**shop.settings.model_dump() | more)))
     asked = ("query.png", query(shop))
     found = service.client.post("/search", files={"image": asked}, data={"gallery": name})
@@ -306,7 +307,7 @@ def test_a_real_training_swaps_in_a_model_under_load(shop, tmp_path, name: str) 
         until(lambda: answers[-1]["bundle_id"] == made)
     assert {found["bundle_id"] for found in answers} == {old.bundle_id, made}
     assert answers[-1]["hits"][0]["score"] > 0.99
-    record = Bundle.open(shop.state / "bundles" / made[:16]).seen()
+    record = Bundle.open(state / "bundles" / made[:16]).seen()
     learnt = {f"Shop/class {n}" for n in range(6) if record.has_class(f"Shop/class {n}")}
     assert len(learnt) == 3
     assert known in (None, learnt), "both split the classes alike"

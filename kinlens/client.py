@@ -699,9 +699,17 @@ class AsyncClient(_BaseClient):
         return await self._send(bytes, "GET", *path)
 
     async def skip_unlabelled(self, gallery: str, sha256: str) -> None:
-        """Do not draw a query again, since it was labelled, or since nobody can label it."""
+        """Do not draw a query again, since nobody can label it, or before you label it.
+
+        Raises: APIError with status 404 if somebody else was faster; then leave it to them.
+        """
         path = ("galleries", gallery, "golden", "unlabelled", sha256)
         await self._send(bytes, "DELETE", *path, once=True)
+
+    async def unskip_unlabelled(self, gallery: str, sha256: str) -> None:
+        """Undo `skip_unlabelled`: the query is drawn again. A label of it is not removed."""
+        path = ("galleries", gallery, "golden", "unlabelled", sha256)
+        await self._send(bytes, "PUT", *path)
 
     async def run_golden(self, gallery: str, min_score: float | None = None) -> GoldenRun:
         """Search with every labelled query and return the report.
@@ -931,6 +939,7 @@ class Client(_BaseClient):
     unlabelled = _blocking(AsyncClient.unlabelled)
     unlabelled_image = _blocking(AsyncClient.unlabelled_image)
     skip_unlabelled = _blocking(AsyncClient.skip_unlabelled)
+    unskip_unlabelled = _blocking(AsyncClient.unskip_unlabelled)
     run_golden = _blocking(AsyncClient.run_golden)
     golden_runs = _blocking(AsyncClient.golden_runs)
     compact = _blocking(AsyncClient.compact)

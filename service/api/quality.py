@@ -268,10 +268,25 @@ async def unlabelled_image(runtime: Service, name: str, sha256: Sha256) -> Respo
 )
 @rule("write", "galleries")
 async def skip(runtime: Service, request: Request, name: str, sha256: Sha256) -> None:
-    """Omit a query that was labelled, or that nobody can label, from those to label. The feedback
-    is not changed.
+    """Omit a query from those to label, before the caller labels it, or as nobody can label it.
+    The feedback is not changed.
+
+    Of several callers one gets 204, and the others 404: so each query is labelled by one of them.
     """
     await _of_feedback(runtime, name, lambda store: store.handle(name, sha256))
+    note(request.scope["state"], affected=1)
+
+
+@router.put(
+    "/golden/unlabelled/{sha256}",
+    status_code=204,
+    responses=problems(*_KEPT, errors.ItemNotFoundError, errors.StateError),
+    summary="Draw a query again",
+)
+@rule("write", "galleries")
+async def unskip(runtime: Service, request: Request, name: str, sha256: Sha256) -> None:
+    """Undo that a query is not drawn again. A label of it is not removed."""
+    await _of_feedback(runtime, name, lambda store: store.unhandle(name, sha256))
     note(request.scope["state"], affected=1)
 
 

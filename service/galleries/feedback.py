@@ -254,15 +254,23 @@ class FeedbackStore:
         return [query for query in queries if query.digest not in handled]
 
     def handle(self, gallery: str, digest: str) -> None:
-        """Omit a query from `unlabelled`: a person has labelled or skipped it.
+        """Omit a query from `unlabelled`: a person labels or skips it. One of several calls does.
 
         Raises: ItemNotFoundError if it is not among them.
         """
-        if all(query.digest != digest for query in self.unlabelled(gallery)):
-            raise _unknown(digest)
+        self._require_query(gallery, digest)
         with self._transaction() as connection:
             row = (gallery, digest, _today().isoformat())
-            connection.execute("INSERT OR IGNORE INTO handled VALUES (?, ?, ?)", row)
+            sql = "INSERT OR IGNORE INTO handled VALUES (?, ?, ?)"
+            if connection.execute(sql, row).rowcount == 0:
+                raise _unknown(digest)
+
+    def unhandle(self, gallery: str, digest: str) -> None:
+        """Take `handle` back, if it was called. Raises: ItemNotFoundError for an unknown query."""
+        self._require_query(gallery, digest)
+        with self._transaction() as connection:
+            sql = "DELETE FROM handled WHERE gallery = ? AND query = ?"
+            connection.execute(sql, (gallery, digest))
 
     def image(self, gallery: str, digest: str) -> bytes:
         """The stored image of a query, a JPEG. Raises: ItemNotFoundError if it was removed."""
@@ -368,6 +376,21 @@ class FeedbackStore:
                 f"{self._path} cannot be used: {error}. Check the disk and the permissions of the "
                 "folder that --state names."
             ) from error
+
+    def _require_query(self, gallery: str, digest: str) -> None:
+        """Raises: ItemNotFoundError unless the image or the words are stored."""
+        with self._transaction() as connection:
+            sql = "SELECT 1 FROM feedback WHERE gallery = ? AND picture = ? LIMIT 1"
+            if connection.execute(sql, (gallery, digest)).fetchone() is not None:
+                is_stored = (self._images / f"{digest}.jpg").is_file()
+            else:
+                sql = "SELECT DISTINCT text FROM words WHERE gallery = ?"
+                texts = connection.execute(sql, (gallery,))
+                is_stored = any(
+                    Question(gallery, "", text=text).digest == digest for [text] in texts
+                )
+        if not is_stored:
+            raise _unknown(digest)
 
     def _drop_images(self, connection: sqlite3.Connection) -> None:
         named = {name for (name,) in connection.execute("SELECT DISTINCT picture FROM feedback")}

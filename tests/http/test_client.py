@@ -62,6 +62,9 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "DELETE /galleries/{name}/golden/unlabelled/{sha256}": lambda c: c.skip_unlabelled(
         "g", "0" * 64
     ),
+    "PUT /galleries/{name}/golden/unlabelled/{sha256}": lambda c: c.unskip_unlabelled(
+        "g", "0" * 64
+    ),
     "POST /galleries/{name}/golden/run": lambda c: c.run_golden("g"),
     "GET /galleries/{name}/golden/runs": lambda c: c.golden_runs("g"),
     "POST /galleries/{name}/items/{item_id}/explain": lambda c: c.explain("g", 1, b"x"),

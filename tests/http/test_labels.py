@@ -3,6 +3,7 @@
 import contextlib
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,31 @@ def test_every_kept_photo_is_drawn_until_it_was_labelled_or_skipped(shop, photos
     assert draw(shop)["left"] == 1
 
 
+def test_a_query_that_is_given_back_is_drawn_again(shop, photos) -> None:
+    """As by an undo on the admin page, whose reload forgets everything."""
+    shas = [sha256(data) for data in photos]
+    for sha in shas:
+        shop.client.delete(path(sha)).raise_for_status()
+    assert draw(shop)["left"] == 0
+    for _ in range(2):  # a repeated request of a client whose connection broke
+        assert shop.client.put(path(shas[1])).status_code == 204
+    assert (draw(shop)["left"], draw(shop)["sha256"]) == (1, shas[1])
+    shop.client.delete(path(shas[1])).raise_for_status()
+    assert_problem(shop.client.put(path("0" * 64)), 404, "unknown-item")
+    assert_problem(shop.client.put(path(shas[1], "other")), 404, "unknown-item")
+    assert draw(shop)["left"] == 0
+
+
+def test_one_of_several_people_may_label_a_query(shop, photos) -> None:
+    """They drew the same one, at two services with one state folder."""
+    sha = sha256(photos[0])
+    with contextlib.closing(start_shop(shop.state, feedback="pictures")) as second:
+        services = [shop, second] * 8
+        with ThreadPoolExecutor(len(services)) as pool:
+            found = pool.map(lambda one: one.client.delete(path(sha)).status_code, services)
+            assert sorted(found) == [204] + [404] * (len(services) - 1)
+
+
 def test_what_feedback_no_longer_stores_is_not_drawn(shop, photos) -> None:
     sha = sha256(photos[0])
     (shop.state / "feedback" / "pictures" / f"{sha}.jpg").unlink()
@@ -98,7 +124,7 @@ def test_a_gallery_shows_only_its_own_queries_and_only_to_keys_of_its_golden_set
 ) -> None:
     sha, keys = sha256(photos[0]), shop.running.runtime.keys
     assert draw(shop, "other")["left"] == 0
-    for method in ("GET", "DELETE"):
+    for method in ("GET", "DELETE", "PUT"):
         answer = shop.client.request(method, path(sha, "other"))
         assert_problem(answer, 404, "unknown-item")
 

@@ -46,6 +46,7 @@ _TABLE: dict[tuple[str | None, str], str] = {
         GET /galleries/{name}/golden/unlabelled
         GET /galleries/{name}/golden/unlabelled/{sha256}
         DELETE /galleries/{name}/golden/unlabelled/{sha256}
+        PUT /galleries/{name}/golden/unlabelled/{sha256}
     """,
     ("admin", "galleries"): """
         POST /galleries                 DELETE /galleries/{name}

@@ -142,6 +142,59 @@ def test_clicks_and_keys_label_each_query_once(labelling: Labelling, stocked: Ad
     expect(page.get_by_test_id("label-text")).to_contain_text("is left to label")
 
 
+def test_a_query_of_an_undo_is_drawn_again_after_a_reload(
+    labelling: Labelling, stocked: AdminShop
+) -> None:
+    """Of a label and of a skip: people undo hard queries most, and all must be as likely."""
+    page = labelling.page
+    for key in ("1", "s"):
+        labelling.shows(4)
+        page.get_by_test_id("label-title").focus()
+        page.keyboard.press(key)
+        labelling.shows(3)
+        page.keyboard.press("u")
+        expect(page.get_by_test_id("label-left")).to_have_text("4 to label")
+        expect(page.get_by_test_id("label-hit")).to_have_count(9)
+        page.reload()
+        labelling.shows(4)
+    assert golden(stocked) == []
+
+
+def test_a_query_that_a_colleague_labelled_keeps_this_label(
+    labelling: Labelling, stocked: AdminShop
+) -> None:
+    """Both see the same one. Neither a label nor an undo of the slower one changes it."""
+    page, client = labelling.page, stocked.shop.client
+    for key, left in (("0", 3), ("s", 2)):
+        labelling.shows(left + 1)
+        sha = labelling.drawn[-1]
+        url = f"/galleries/shop/golden/unlabelled/{sha}"
+        files = {"image": ("q.jpg", client.get(url).content, "image/jpeg")}
+        client.delete(url).raise_for_status()
+        label = {"label": json.dumps({"attribute": "product", "value": f"p{PHOTOS[sha]}"})}
+        client.post("/galleries/shop/golden", files=files, data=label).raise_for_status()
+        page.get_by_test_id("label-title").focus()
+        page.keyboard.press(key)
+        labelling.shows(left)
+        expect(page.get_by_test_id("label-undo")).to_be_hidden()
+        assert golden(stocked)[-1]["value"] == f"p{PHOTOS[sha]}"
+    assert len(golden(stocked)) == 2
+
+
+def test_a_query_whose_label_fails_is_left_to_label(
+    labelling: Labelling, stocked: AdminShop
+) -> None:
+    labelling.shows(4)
+    page = labelling.page
+    page.route("**/galleries/shop/golden", lambda route: route.fulfill(status=404), times=1)
+    page.get_by_test_id("label-hit").first.click()
+    expect(page.get_by_test_id("error-title")).to_be_visible()
+    assert stocked.shop.client.get("/galleries/shop/golden/unlabelled").json()["left"] == 4
+    page.get_by_test_id("label-hit").first.click()
+    labelling.shows(3)
+    assert len(golden(stocked)) == 1
+
+
 def test_keys_work_only_within_the_labels(labelling: Labelling, stocked: AdminShop) -> None:
     """A letter that is meant for a screen reader or a field labels nothing."""
     labelling.shows(4)
@@ -204,6 +257,7 @@ def test_words_are_labelled_as_words(labelling: Labelling) -> None:
         return route.fulfill(json={"sha256": "b" * 64})
 
     page.route("**/golden/unlabelled", lambda route: route.fulfill(json=drawn))
+    page.route("**/golden/unlabelled/*", lambda route: route.fulfill(status=204), times=1)
     page.route("**/search", lambda route: route.fulfill(json=answer), times=1)
     page.route("**/galleries/shop/golden", labelled)
     page.get_by_test_id("to-golden").click()

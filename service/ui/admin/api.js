@@ -81,9 +81,12 @@ export const drawQuery = (gallery) => getJson(`${galleryPath(gallery)}/golden/un
 
 export const getQueryPhoto = (gallery, sha256) => fetchImage(`${galleryPath(gallery)}/golden/unlabelled/${sha256}`);
 
-// It is not drawn again.
+// It is not drawn again. Throws: Problem with status 404 if a colleague was faster.
 export const skipQuery = (gallery, sha256) =>
   request(`${galleryPath(gallery)}/golden/unlabelled/${sha256}`, { method: "DELETE" });
+
+export const unskipQuery = (gallery, sha256) =>
+  request(`${galleryPath(gallery)}/golden/unlabelled/${sha256}`, { method: "PUT" });
 
 // Resolves to the labelled query. `image` or `text` is null.
 export async function addGolden(gallery, image, text, label) {

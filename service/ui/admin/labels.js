@@ -1,7 +1,7 @@
 // Labels what visitors searched with: one stored query after the other, with the products that are found for it.
 // A click on the right product stores the query in the golden set.
 
-import { addGolden, drawQuery, getQueryPhoto, removeGolden, skipQuery } from "./api.js";
+import { addGolden, drawQuery, getQueryPhoto, removeGolden, skipQuery, unskipQuery } from "./api.js";
 import { describeChosen, state } from "./state.js";
 import { whileBusy } from "./work.js";
 import { postSearch } from "../shared/api.js";
@@ -14,12 +14,16 @@ const MORE = 50; // as many as the service looks through for a guarantee
 const OFF = "To label what visitors searched with, start the service with KINLENS_FEEDBACK=pictures. It then stores the photos of searches that visitors rate.";
 const EMPTY = "No photo or text of a visitor is left to label. They come from searches whose results visitors like, dislike or click.";
 const KEYS = { 0: "label-none", m: "label-more", s: "label-skip", u: "label-undo" };
-let asked = null; // the shown query: {gallery, left, sha256, text, product, photo}
+let asked = null; // the shown query: {gallery, left, sha256, text, product, photo, isMine}
 let last = null; // the query before it: {query, sha256} with the sha256 of its label, or "" if it was skipped
 let turn = 0; // counts queries, so that slower work can detect that another one is shown
 let onLabelled = () => {};
 
-const isGone = ({ status }) => status === 404; // deleted, or handled by a colleague
+const isGone = ({ status }) => status === 404; // deleted, or labelled or skipped by a colleague
+
+function ignoreGone(error) {
+  if (!isGone(error)) throw error;
+}
 
 // Resolves to null for words. Throws: Problem with status 404 if it was deleted.
 const photoOf = ({ gallery, sha256, text }) => (text === null ? getQueryPhoto(gallery, sha256) : null);
@@ -108,37 +112,58 @@ function act(step) {
   });
 }
 
-async function finish(query, sha256, text) {
-  await skipQuery(query.gallery, query.sha256).catch((error) => {
-    if (!isGone(error)) throw error;
-  });
-  last = { query, sha256 };
+// Throws: Problem with status 404 if it is gone.
+async function claim(query) {
+  if (!query.isMine) await skipQuery(query.gallery, query.sha256);
+  query.isMine = true;
+}
+
+async function release(query) {
+  await unskipQuery(query.gallery, query.sha256);
+  query.isMine = false;
+}
+
+// Claims the query before work(query) labels it: so no colleague labels it too, and none that was deleted is stored.
+async function finish(text, work) {
+  const query = asked;
+  try {
+    await claim(query);
+  } catch (error) {
+    ignoreGone(error);
+    await next();
+    return announce("A colleague was faster, or that query was deleted.");
+  }
+  try {
+    last = { query, sha256: await work(query) };
+  } catch (error) {
+    await release(query);
+    throw error;
+  }
   await next();
   announce(text);
 }
 
-// The photo is fetched again, because one that was deleted meanwhile must not be stored.
-async function store(label, name) {
-  const query = asked;
-  try {
-    const { sha256 } = await addGolden(query.gallery, await photoOf(query), query.text, label);
+const skip = () => finish("Skipped.", () => "");
+
+const store = (label, name) =>
+  finish(`Labelled as ${name}.`, async ({ gallery, photo, text }) => {
+    const { sha256 } = await addGolden(gallery, photo, text, label);
     onLabelled(1);
-    await finish(query, sha256, `Labelled as ${name}.`);
-  } catch (error) {
-    if (!isGone(error)) throw error;
-    await next();
-    announce("That query was deleted.");
-  }
-}
+    return sha256;
+  });
 
 async function undo() {
   const { query, sha256 } = last;
+  await release(query).catch(ignoreGone);
   if (sha256) {
-    await removeGolden(query.gallery, sha256);
+    await removeGolden(query.gallery, sha256).catch(ignoreGone);
     onLabelled(-1);
   }
   last = null;
-  await show(query);
+  await show({ ...query, isMine: false }).catch(async (error) => {
+    ignoreGone(error);
+    await next();
+  });
 }
 
 export async function loadLabels() {
@@ -165,7 +190,7 @@ export function startLabels(whenLabelled) {
   onLabelled = whenLabelled;
   ui["label-none"].addEventListener("click", () => act(() => store({ no_match: true }, "none of these")));
   ui["label-more"].addEventListener("click", () => act(() => search(MORE)));
-  ui["label-skip"].addEventListener("click", () => act(() => finish(asked, "", "Skipped.")));
+  ui["label-skip"].addEventListener("click", () => act(skip));
   ui["label-undo"].addEventListener("click", () => act(undo));
   ui["label-box"].addEventListener("keydown", press);
 }

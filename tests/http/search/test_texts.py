@@ -310,6 +310,8 @@ def test_clicked_words_are_kept_for_a_teacher(shop: tuple[Running, Client]) -> N
     assert (drawn["left"], drawn["text"]) == (1, GREEN)
     service.client.delete(f"{path}/{drawn['sha256']}").raise_for_status()
     assert service.client.get(path).json()["left"] == 0
+    client.unskip_unlabelled("shop", drawn["sha256"])
+    assert service.client.get(path).json() == drawn
     assert "no_probabilities" not in service.search(PHOTO).json()
 
 

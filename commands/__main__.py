@@ -14,7 +14,6 @@ try:
         embed,
         golden,
         search,
-        sync,
         transfer,
         upkeep,
     )
@@ -36,7 +35,7 @@ class IndexCommands(Commands):
 
 
 app = new_program(IndexCommands, no_args_is_help=True)
-add_group(app, "Build and change", build.app, embed.app, sync.app, change.app)
+add_group(app, "Build and change", build.app, embed.app, change.app)
 add_group(app, "Search", search.app)
 add_group(app, _CARE, upkeep.app, golden.guarantees)
 app.add_typer(

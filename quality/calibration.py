@@ -36,6 +36,11 @@ REBUILT = (
     "The gallery or its product attribute is another one, and its golden set was not run since"
 )
 
+REBUILT_ITEMS = (
+    "The gallery or its product attribute is another one, and its items were not judged since. "
+    "Judge them again with kinlens-index guarantee --from-items"
+)
+
 _EVEN = 0.9  # share of products with nearly the average number of images, for a bundle's curve
 
 Source = Literal["golden", "gallery", "bundle"]

@@ -7,6 +7,7 @@ The file is derived from the rest of the generation: if it is missing, it is fit
 
 import contextlib
 import hashlib
+import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
@@ -24,7 +25,14 @@ from kinlens.indexer.folder.manifest import CALIBRATION
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.ingest.products import PRODUCTS
 from kinlens.indexer.types import Item, Progress
-from kinlens.quality.calibration import LABELLED, NO_GOLDEN, REBUILT, Fit, GalleryCalibration
+from kinlens.quality.calibration import (
+    LABELLED,
+    NO_GOLDEN,
+    REBUILT,
+    REBUILT_ITEMS,
+    Fit,
+    GalleryCalibration,
+)
 from kinlens.quality.drift import FALSE_ALARMS, DriftTest
 from kinlens.quality.fitting import SAMPLED, fit_gallery, fit_golden
 from kinlens.quality.golden import GoldenSet
@@ -48,8 +56,8 @@ class Calibrator:
         self._stamp: tuple[int, ...] | None = None  # of the file when `_known` was read or kept
         self._known: GalleryCalibration | None = None
         self._examined = ""  # the version of the gallery that was last examined
-        # What was found at this version of the gallery, for this calibration.
-        self._found: tuple[str, GalleryCalibration | None, Guarantee | str] = ("", None, "")
+        # What was found for this gallery and golden set, and this calibration.
+        self._found: tuple[object, GalleryCalibration | None, Guarantee | str] = ("", None, "")
         self._outdated = (
             "The golden set was run when the gallery had other items or products. Run it again: "
             f"kinlens-index golden run {gallery.path}"
@@ -61,8 +69,11 @@ class Calibrator:
         """The calibration of this generation; None if it has none. Costs one `stat` per call."""
         now = stamp(str(self._file))
         if now != self._stamp:
-            with contextlib.suppress(OSError, ValueError):  # damaged: keep the last known one
+            try:
                 self._known = None if now is None else self._read()
+            except (OSError, ValueError) as error:  # keep the last known one
+                text = "%s cannot be read, and is fitted again when that is due: %s"
+                logging.getLogger(__name__).warning(text, self._file, error)
             self._stamp = now
         return self._known
 
@@ -230,27 +241,32 @@ class Calibrator:
 
     def _guarantee(self) -> Guarantee | str:
         """The labelled queries that guarantee answers, or why there are none. Looks at the items
-        again only if the gallery or its calibration has changed.
+        again only if the gallery, its golden set or its calibration has changed.
         """
-        known, version = self.stored(), self._gallery.version
-        if self._found[0] != version or self._found[1] is not known:
+        known, now = self.stored(), (self._gallery.version, stamp(str(self._golden.file)))
+        if self._found[0] != now or self._found[1] is not known:
             found = NO_GOLDEN if known is None else known.guarantee
-            self._found = version, known, self._why_not(found) or found
+            try:
+                self._found = now, known, self._why_not(found) or found
+            except GalleryError:  # a busy or damaged golden set stops no search
+                return found
         return self._found[2]
 
     def _why_not(self, found: Guarantee | str) -> str | None:
         if isinstance(found, str):
-            try:
-                return REBUILT if self._golden.choices() else None
-            except GalleryError as error:  # a damaged golden set stops no search
-                return str(error)
+            if self._golden.choices() is None:
+                return None
+            return REBUILT_ITEMS if self._golden.is_empty() else REBUILT
         if found.drifted is not None:
             return (
                 f"Queries that came until {found.drifted} differ from the labelled ones. If they "
                 "do not, this is a false alarm, which a service process has in "
                 f"1 of {1 / FALSE_ALARMS:.0f} starts. Label some of them"
             )
-        return self._outdated if self._is_outdated(found) else None
+        if self._is_outdated(found):
+            return self._outdated
+        has_labels = found.source == "golden" and self._gallery.copy_of is None
+        return NO_GOLDEN if has_labels and self._golden.is_empty() else None
 
     def fit_if_outdated(self, on_progress: Progress = lambda _: None) -> bool:
         """Fit again if a fifth of the items was added or removed, or items got a product attribute

@@ -97,6 +97,10 @@ class GoldenSet:
         rows = self._read("SELECT query FROM queries ORDER BY rowid")
         return [GoldenQuery.model_validate_json(text) for (text,) in rows]
 
+    def is_empty(self) -> bool:
+        """Whether no query is labelled."""
+        return not self._read("SELECT 1 FROM queries LIMIT 1")
+
     def image(self, sha256: str) -> bytes:
         """The image of a query, empty for words alone. Raises: ItemNotFoundError."""
         for text, data in self._read("SELECT query, image FROM queries WHERE sha256 = ?", sha256):
@@ -155,14 +159,19 @@ class GoldenSet:
         return made
 
     def remove(self, sha256s: Iterable[str]) -> int:
-        """Remove queries; returns the number of removed ones."""
+        """Remove queries; returns the number of removed ones. The last one takes the options of
+        guarantees with it.
+        """
         if not self.file.is_file():
             return 0
         with self._changing() as connection:
             before = connection.total_changes
             rows = [(sha256,) for sha256 in sha256s]
             connection.executemany("DELETE FROM queries WHERE sha256 = ?", rows)
-            return connection.total_changes - before
+            removed = connection.total_changes - before
+            if removed and not connection.execute("SELECT 1 FROM queries LIMIT 1").fetchall():
+                connection.execute("DROP TABLE IF EXISTS guarantees")
+            return removed
 
     def runs(self, limit: int = KEPT_RUNS) -> list[GoldenRun]:
         """Up to `limit` stored reports, newest first."""

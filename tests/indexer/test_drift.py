@@ -5,9 +5,10 @@ import pytest
 
 from kinlens.embedder.errors import InvalidParameterError
 from kinlens.indexer.gallery import Gallery
-from kinlens.quality.calibration import REBUILT
+from kinlens.quality.calibration import REBUILT, REBUILT_ITEMS
 from kinlens.quality.calibrator import Calibrator
 from kinlens.quality.drift import COUNTED, FALSE_ALARMS, DriftTest
+from kinlens.quality.golden import GoldenSet
 from kinlens.quality.guarantee import Choices
 from tests.indexer.oracle import units
 from tests.indexer.test_guarantee import asked, stocked
@@ -102,6 +103,53 @@ def test_another_generation_or_product_ends_a_guarantee_and_keeps_the_choices(
     assert (kept.by, kept.is_split, kept.confidence) == ("kind", True, 0.9)
     calibrator.fit("kind")
     assert calibrator.withdrawn() == REBUILT
+
+
+@pytest.mark.parametrize("from_items", [False, True])
+def test_a_rebuild_without_labels_alarms_only_for_items_that_were_judged(
+    gallery: Gallery, from_items: bool
+) -> None:
+    stocked(gallery)
+    golden, calibrator = GoldenSet(gallery.path), Calibrator(gallery)
+    calibrator.fit_golden(lambda product: asked(60))
+    golden.remove(query.sha256 for query in golden.queries())
+    assert calibrator.withdrawn() is None
+    if from_items:
+        calibrator.fit_guarantee(None, Choices())
+        assert calibrator.withdrawn() == ""
+    [file] = gallery.path.glob("**/calibration.json")
+    file.unlink()  # as in a new generation
+    calibrator = Calibrator(gallery)
+    assert calibrator.withdrawn() == (REBUILT_ITEMS if from_items else None)
+    calibrator.fit_guarantee(None, Choices())
+    assert calibrator.withdrawn() == ""
+
+
+def test_a_golden_set_that_cannot_be_read_now_is_no_alarm(gallery: Gallery) -> None:
+    stocked(gallery)
+    calibrator = Calibrator(gallery)
+    calibrator.fit_golden(lambda product: asked(60))
+    whole = calibrator.guarantee()
+    file = GoldenSet(gallery.path).file
+    data = file.read_bytes()
+    file.write_bytes(b"no database" * 100)
+    assert calibrator.withdrawn() == ""
+    assert Calibrator(gallery).guarantee() == whole
+    calibrator.fit("kind")  # another product
+    assert calibrator.withdrawn() is None
+    file.write_bytes(data)
+    assert calibrator.withdrawn() == REBUILT
+
+
+def test_a_calibration_that_cannot_be_read_is_logged(
+    gallery: Gallery, caplog: pytest.LogCaptureFixture
+) -> None:
+    stocked(gallery)
+    Calibrator(gallery).fit_golden(lambda product: asked(60))
+    [file] = gallery.path.glob("**/calibration.json")
+    file.write_text("{}")
+    assert Calibrator(gallery).stored() is None
+    assert f"{file} cannot be read" in caplog.text
 
 
 def test_a_gallery_that_was_not_changed_is_not_read_again(

@@ -12,10 +12,12 @@ from scipy import stats
 import kinlens
 from kinlens.embedder.errors import InvalidParameterError
 from kinlens.embedder.types import Embeddings, Hit
+from kinlens.golden import Label
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.types import Entry, Group, Grouping, SearchOptions
 from kinlens.quality.answers import Guaranteed, Wanted, guaranteed
 from kinlens.quality.calibrator import Calibrator
+from kinlens.quality.golden import GoldenSet, NewQuery
 from kinlens.quality.guarantee import (
     RANKED,
     Choices,
@@ -51,6 +53,7 @@ def stocked(gallery: Gallery, noise: float = NOISE) -> None:
         Entry(f"k{n}", vector, f"{n:064x}", {"product": f"p{p}", "kind": f"c{p % 3}"})
         for n, (vector, p) in enumerate(zip(vectors, products.tolist(), strict=True))
     )
+    GoldenSet(gallery.path).add([NewQuery(b"a photo", Label(no_match=True))], gallery)
 
 
 def asked(count: int, noise: float = NOISE) -> Iterator[Labelled]:

@@ -187,6 +187,24 @@ def test_a_guarantee_is_withdrawn_after_many_changes_until_it_is_run_again(tmp_p
     shop.close()
 
 
+def test_without_any_label_nothing_is_guaranteed_and_nothing_is_withdrawn(tmp_path: Path) -> None:
+    shop = start_market(tmp_path / "state")
+    for number in range(COUNT):
+        label(shop, near(number, 50), {"keys": [f"{number:03d}.png"]})
+    shop.client.post(f"{shop.url}/golden/run").raise_for_status()
+    assert found(shop.running, near(1, 60), guarantee=0.8)["guarantee"]["holds"]
+    for query in shop.client.get(f"{shop.url}/golden").json()["queries"]:
+        shop.client.delete(f"{shop.url}/golden/{query['sha256']}").raise_for_status()
+    body = {"images": [{"data": text_of(near(1, 60))}], "guarantee": 0.8}
+    problem = assert_problem(post(shop.running, body), 422, "invalid-parameter")
+    assert "no golden set" in problem["detail"]
+    facts = shop.gallery()
+    assert (facts["guarantee"], facts["guarantee_withdrawn"]) == (None, None)
+    metrics = shop.running.client.get("/metrics").text
+    assert "kinlens_guarantee_withdrawn{" not in metrics
+    shop.close()
+
+
 def test_other_queries_withdraw_the_guarantee_until_it_is_run_again(tmp_path: Path) -> None:
     shop = start_market(tmp_path / "state")
     for number in range(COUNT):

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import Quiet, grocery_photos, heading, options, row, shared_folder, skip
+from harness import grocery_photos, heading, options, row, shared_folder, skip
 from scipy.io import loadmat
 from torch.nn import functional
 
@@ -33,6 +33,7 @@ from kinlens.training.evaluation.evaluate import embed, pooled
 from kinlens.training.evaluation.retrieval import retrieval
 from kinlens.training.folder import replace_json
 from kinlens.training.models.from_bundle import new_network
+from kinlens.training.report.log import Callback
 from kinlens.training.runner import run_job
 
 Kinds = dict[str, dict[str, list[Path]]]
@@ -133,7 +134,7 @@ def _run(method: str, settings: list[str], out: Path) -> dict[str, Any]:
     """A run, with the right first answers of its trunk and of its model."""
     job = load_job(method, settings)
     split, began, before = load_split(job.data), time.perf_counter(), time.process_time()
-    result = run_job(job, split, out, Quiet())
+    result = run_job(job, split, out, Callback())
     found: dict[str, Any] = {
         "model": result.model,
         "seconds": round(time.perf_counter() - began, 1),

@@ -46,12 +46,13 @@ from kinlens.training.data.load import load_split
 from kinlens.training.device import tuned
 from kinlens.training.evaluation.evaluate import evaluate_embeddings
 from kinlens.training.losses.table import LOSSES
+from kinlens.training.report.log import Callback
 from kinlens.training.runner import run_job
 from kinlens.training.state import Run, create_run
 from kinlens.training.trainer import train_step
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-from harness import Quiet, timed_ms
+from harness import timed_ms
 
 ROUNDS = 20
 STEPS = 6  # fewer than 10 with the warm-up: step 10 measures shares, which waits
@@ -228,14 +229,14 @@ def whole_run(options: argparse.Namespace, folder: Path) -> dict[str, float]:
     })  # fmt: skip
     split = load_split(job.data)
 
-    class Stopping(Quiet):
+    class Stopping(Callback):
         def epoch_done(self, row: dict[str, float]) -> None:
             raise KeyboardInterrupt(row)
 
     try:
         run_job(job, split, folder / "run", Stopping())
     except KeyboardInterrupt:
-        result = run_job(job, split, folder / "run", Quiet())
+        result = run_job(job, split, folder / "run", Callback())
     faster: list[Precision] = ["fp16"] if options.device == "cuda" else []
     refused = lambda refusal: print(f"note: {refusal}")
     checkpoint, precisions = load_chosen(folder / "run"), ("fp32", *faster)

@@ -26,21 +26,22 @@ from kinlens.training.folder import (
     replace_json,
     replacing,
 )
+from kinlens.training.report.log import Callback
 from kinlens.training.report.notices import MAY_HAVE_SEEN, did_it_help, verdict_of
 from kinlens.training.report.page import write_report
 from kinlens.training.start import NOT_PROVEN, may_have_seen, seen_before, too_few
-from kinlens.training.trainer import Listener, fit
+from kinlens.training.trainer import fit
 
 _PACKAGES = ("torch", "torchvision", "numpy", "pillow")
 
 
-def run_job(job: Job, split: Split, folder: Path, listener: Listener) -> Result:
+def run_job(job: Job, split: Split, folder: Path, listener: Callback) -> Result:
     """Train or resume `job`, and test its chosen model. Raises: TrainingError, JobError."""
     with exclusive(folder) if is_main() else nullcontext():
         return _run(job, split, folder, listener)
 
 
-def _run(job: Job, split: Split, folder: Path, listener: Listener) -> Result:
+def _run(job: Job, split: Split, folder: Path, listener: Callback) -> Result:
     on_line = job.protocol.choose_by == "alpha"
     why_not = too_few(split) if on_line else ""
     trains = not why_not and job.protocol.trains

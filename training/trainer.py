@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +38,7 @@ from kinlens.training.losses.base import check_labels
 from kinlens.training.models.embedding import evaluating
 from kinlens.training.objective import Terms
 from kinlens.training.report import notices
-from kinlens.training.report.log import RunLog
+from kinlens.training.report.log import Callback, RunLog
 from kinlens.training.start import continues_model, start_from_trunk
 from kinlens.training.state import Run, create_run, restore
 
@@ -49,20 +48,11 @@ READ_EVERY_STEPS = {"cpu": 1, "cuda": 10}
 """Reading a scalar synchronises the GPU, so metrics are read every N steps."""
 
 
-class Listener(Protocol):
-    def note(self, sentence: str) -> None: ...
-    def remark(self, sentence: str) -> None: ...
-    def computed(self, done: int, total: int) -> None: ...
-    def epoch_started(self, epoch: int, epochs: int, steps: int) -> None: ...
-    def step_done(self, parts: dict[str, float]) -> None: ...
-    def epoch_done(self, row: dict[str, float]) -> None: ...
-
-
 def fit(
     job: Job,
     split: Split,
     folder: Path,
-    listener: Listener,
+    listener: Callback,
     resume: bool = False,
     trains: bool = True,
 ) -> list[Epoch]:
@@ -110,7 +100,7 @@ def fit(
 
 
 def _loader(
-    run: Run, images: LabelledImages, order: BatchSampler, listener: Listener
+    run: Run, images: LabelledImages, order: BatchSampler, listener: Callback
 ) -> DataLoader[tuple[Tensor, Tensor]]:
     """Random views of the images; with a frozen trunk their features, computed first."""
     job, runtime = run.job, run.job.runtime
@@ -133,7 +123,7 @@ class _Training:
     split: Split
     folder: Path
     log: RunLog | None  # only in the main process
-    listener: Listener
+    listener: Callback
     batch_size: int
 
     def write_inputs(self) -> None:

@@ -11,6 +11,7 @@ from kinlens.embedder.preprocess import to_chw
 from kinlens.rendered.catalogue import render_view
 from kinlens.training.__main__ import app
 from kinlens.training.config.job import Job, job_toml, parse_job
+from kinlens.training.report.log import Callback
 
 TINY_TRUNK = "timm:test_resnet"
 TINY_CHANNELS = 96
@@ -92,7 +93,7 @@ def called(*words: object, code: int = 0) -> str:
     return done.output
 
 
-class Silent:
+class Silent(Callback):
     """A listener that remembers its messages."""
 
     def __init__(self) -> None:
@@ -105,9 +106,6 @@ class Silent:
 
     def note(self, sentence: str) -> None:
         self.sentences.append(sentence)
-
-    def computed(self, done: int, total: int) -> None: ...
-    def epoch_started(self, epoch: int, epochs: int, steps: int) -> None: ...
 
     def step_done(self, parts: dict[str, float]) -> None:
         self.steps.append(parts)

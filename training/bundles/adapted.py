@@ -15,8 +15,8 @@ from kinlens.training.checkpoint import load_chosen
 from kinlens.training.config.job import Job, expand_path
 from kinlens.training.data.records import Split, content_digest
 from kinlens.training.folder import LOCK, Result, by_name, finished_result, stamp
+from kinlens.training.report.log import Callback
 from kinlens.training.runner import run_job, seen_in
-from kinlens.training.trainer import Listener
 
 _STAMP = "adapt.json"
 
@@ -31,7 +31,7 @@ def digest_of(job: Job, split: Split) -> str:
     return hashlib.sha256(repr((by_name(job.as_dict()), contents)).encode()).hexdigest()
 
 
-def train(job: Job, split: Split, folder: Path, digest: str, listener: Listener) -> Result:
+def train(job: Job, split: Split, folder: Path, digest: str, listener: Callback) -> Result:
     """Run in the run folder of this `digest`, unless it is finished. Raises: KinlensError."""
     early = (_STAMP, SEEN, LOCK)  # what a run writes before it trains
     is_new = not folder.exists()

@@ -64,6 +64,37 @@ class RunLog:
             self._writer.close()
 
 
+class Callback:
+    """Follows a training; override what you need. Rows and parts are figures by name.
+
+    An error that a method raises ends the training; its finished epochs are kept.
+    """
+
+    def started(self, job: "Job") -> None:
+        """Before the first step."""
+
+    def note(self, sentence: str) -> None:
+        """A message for the user."""
+
+    def remark(self, sentence: str) -> None:
+        """A message of the report."""
+
+    def computed(self, done: int, total: int) -> None:
+        """Features of a frozen trunk were computed."""
+
+    def epoch_started(self, epoch: int, epochs: int, steps: int) -> None:
+        """`epoch` counts from 0."""
+
+    def step_done(self, parts: dict[str, float]) -> None:
+        """`parts` are the loss, each penalty, their sum and the norm of the gradient."""
+
+    def epoch_done(self, row: dict[str, float]) -> None:
+        """After the evaluation of an epoch, if it has one; `row["epoch"]` counts from 1."""
+
+    def finished(self, result: "Result") -> None:
+        """After the test of the model."""
+
+
 def epoch_bar(*more: ProgressColumn) -> Progress:
     """A bar over the steps of all epochs; without ipywidgets a notebook cannot show it."""
     return Progress(
@@ -88,7 +119,7 @@ def console_listener(verbose: bool = False, brief: bool = False) -> Iterator["Co
         yield ConsoleListener(progress, verbose=verbose, brief=brief)
 
 
-class ConsoleListener:
+class ConsoleListener(Callback):
     """Prints the progress of a run: a bar over the steps of all epochs, and a line for each epoch.
 
     The lines repeat the content of the bar, since a log file does not show it. With `verbose` it
@@ -132,7 +163,7 @@ class ConsoleListener:
             note(f"looked at {done:,} of {total:,} views of the images")
 
     def epoch_started(self, epoch: int, epochs: int, steps: int) -> None:
-        """`epoch` counts from 0. The bar restarts its timing, as evaluation runs between epochs."""
+        """The bar restarts its timing, as evaluation runs between epochs."""
         self._epochs = epochs
         if self._began is None or epoch <= self._began[0]:  # the first epoch of a training
             self._began = (epoch, self._clock())
@@ -180,37 +211,6 @@ def _summary_writer(folder: Path) -> Any:
             "set it to false: log.jsonl has the same numbers."
         ) from error
     return SummaryWriter(folder / "tensorboard")
-
-
-class Callback:
-    """Follows a training; override what you need. Rows and parts are figures by name.
-
-    An error that a method raises ends the training; its finished epochs are kept.
-    """
-
-    def started(self, job: "Job") -> None:
-        """Before the first step."""
-
-    def note(self, sentence: str) -> None:
-        """A message for the user."""
-
-    def remark(self, sentence: str) -> None:
-        """A message of the report."""
-
-    def computed(self, done: int, total: int) -> None:
-        """Features of a frozen trunk were computed."""
-
-    def epoch_started(self, epoch: int, epochs: int, steps: int) -> None:
-        """`epoch` counts from 0."""
-
-    def step_done(self, parts: dict[str, float]) -> None:
-        """`parts` are the loss, each penalty, their sum and the norm of the gradient."""
-
-    def epoch_done(self, row: dict[str, float]) -> None:
-        """After the evaluation of an epoch, if it has one; `row["epoch"]` counts from 1."""
-
-    def finished(self, result: "Result") -> None:
-        """After the test of the model."""
 
 
 class Callbacks(Callback):

@@ -30,12 +30,12 @@ from kinlens.training.config.job import Job, job_toml, parse_job
 from kinlens.training.config.layers import read_file
 from kinlens.training.data.records import Split, folds, hold_out, without_test
 from kinlens.training.folder import Result, finished_result, replace_json, replace_text, stamp
+from kinlens.training.report.log import Callback
 from kinlens.training.report.notices import CHOSEN_BY
 from kinlens.training.report.page import plain, table
 from kinlens.training.runner import run_job
-from kinlens.training.trainer import Listener
 
-Runner = Callable[[Job, Split, Path, Listener], Result]
+Runner = Callable[[Job, Split, Path, Callback], Result]
 Space = Mapping[str, Mapping[str, Any]]
 """The range or the values of each setting, by its dotted name, as in the file."""
 
@@ -49,7 +49,7 @@ def cross_validate(
     job: Job,
     split: Split,
     folder: Path,
-    listener: Listener,
+    listener: Callback,
     count: int = 10,
     seed: int = 0,
     runner: Runner = run_job,
@@ -180,7 +180,7 @@ def parse_space(content: Mapping[str, Any], prefix: str = "") -> Space:
 
 
 def search(
-    job: Job, split: Split, plan: Plan, folder: Path, listener: Listener, runner: Runner = run_job
+    job: Job, split: Split, plan: Plan, folder: Path, listener: Callback, runner: Runner = run_job
 ) -> Trial:
     """Find the settings of `job` with the best R@1 on validation classes; returns the best trial.
 

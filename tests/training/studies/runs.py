@@ -8,8 +8,8 @@ from typing import Any
 from kinlens.training.config.job import Job, parse_job
 from kinlens.training.data.records import LabelledImages, Split, labelled
 from kinlens.training.folder import RESULT, Result, replace_json
+from kinlens.training.report.log import Callback
 from kinlens.training.studies.tournament import GridRun, play
-from kinlens.training.trainer import Listener
 
 Score = Callable[[Job, Split], dict[str, float]]
 
@@ -58,7 +58,7 @@ class FakeRunner:
         self._score = score
         self.calls: list[tuple[Job, Split, Path]] = []
 
-    def __call__(self, job: Job, split: Split, folder: Path, listener: Listener) -> Result:
+    def __call__(self, job: Job, split: Split, folder: Path, listener: Callback) -> Result:
         self.calls.append((job, split, folder))
         validation = self._score(job, split)
         tested = job.protocol.evaluate_test != "never"

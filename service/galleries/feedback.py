@@ -205,10 +205,10 @@ class FeedbackStore:
         sql = "SELECT picture, query_key, item, action FROM feedback WHERE gallery = ?"
         with self._transaction() as connection:
             rows = connection.execute(f"{sql} ORDER BY number", (gallery,)).fetchall()
-            kept = {file.stem for file in self._images.glob("*.jpg")}
+        kept = self._kept()
         found = []
         for image, key, item, action in rows:
-            query = f"pictures/{image}.jpg" if image in kept else ""
+            query = f"pictures/{image}.jpg" if f"{image}.jpg" in kept else ""
             if names is not None:
                 key, item = names.get(key, ""), names.get(item, "")
             if (query or key) and item:
@@ -248,8 +248,8 @@ class FeedbackStore:
             images = column(connection, "SELECT DISTINCT picture FROM feedback")
             texts = column(connection, "SELECT DISTINCT text FROM words")
             handled = column(connection, "SELECT query FROM handled")
-            images &= {file.stem for file in self._images.glob("*.jpg")}
-        queries = [Question(gallery, "", image=image) for image in images]
+        kept = self._kept() if images else set()
+        queries = [Question(gallery, "", image=name) for name in images if f"{name}.jpg" in kept]
         queries += [Question(gallery, "", text=text) for text in texts]
         return [query for query in queries if query.digest not in handled]
 
@@ -377,18 +377,25 @@ class FeedbackStore:
                 "folder that --state names."
             ) from error
 
+    def _kept(self) -> set[str]:
+        """The files of the stored images. It can take long: not for the time of a transaction."""
+        try:
+            with os.scandir(self._images) as files:
+                return {file.name for file in files}
+        except OSError as error:
+            raise StateError(f"{self._images} cannot be read: {error}. Check the disk.") from error
+
     def _require_query(self, gallery: str, digest: str) -> None:
         """Raises: ItemNotFoundError unless the image or the words are stored."""
         with self._transaction() as connection:
             sql = "SELECT 1 FROM feedback WHERE gallery = ? AND picture = ? LIMIT 1"
-            if connection.execute(sql, (gallery, digest)).fetchone() is not None:
-                is_stored = (self._images / f"{digest}.jpg").is_file()
-            else:
-                sql = "SELECT DISTINCT text FROM words WHERE gallery = ?"
-                texts = connection.execute(sql, (gallery,))
-                is_stored = any(
-                    Question(gallery, "", text=text).digest == digest for [text] in texts
-                )
+            is_image = connection.execute(sql, (gallery, digest)).fetchone() is not None
+            sql = "SELECT DISTINCT text FROM words WHERE gallery = ?"
+            texts = [] if is_image else connection.execute(sql, (gallery,)).fetchall()
+        if is_image:
+            is_stored = (self._images / f"{digest}.jpg").is_file()
+        else:
+            is_stored = any(Question(gallery, "", text=text).digest == digest for [text] in texts)
         if not is_stored:
             raise _unknown(digest)
 

@@ -195,6 +195,26 @@ def test_a_query_whose_label_fails_is_left_to_label(
     assert len(golden(stocked)) == 1
 
 
+def test_a_label_that_ends_in_another_gallery_does_not_count_there(
+    open_admin: OpenPage, stocked: AdminShop
+) -> None:
+    page, client = open_admin("/admin?gallery=shop#golden"), stocked.shop.client
+    client.post("/galleries", json={"name": "other"}).raise_for_status()
+    page.reload()
+    expect(page.get_by_test_id("label-hit")).to_have_count(9)
+    pending = intercept(page, "**/galleries/shop/golden", times=1)
+    page.get_by_test_id("label-hit").first.click()
+    received(page, pending, 1)
+    page.get_by_test_id("gallery").select_option("other")
+    expect(page.get_by_test_id("label-text")).to_contain_text("is left to label")
+    pending[0].continue_()
+    until(lambda: golden(stocked))
+    expect(page.get_by_test_id("label-box")).to_have_attribute("aria-busy", "false")
+    expect(page.get_by_test_id("golden-count")).to_have_text("")
+    expect(page.get_by_test_id("label-undo")).to_be_hidden()
+    client.delete("/galleries/other").raise_for_status()
+
+
 def test_keys_work_only_within_the_labels(labelling: Labelling, stocked: AdminShop) -> None:
     """A letter that is meant for a screen reader or a field labels nothing."""
     labelling.shows(4)

@@ -124,21 +124,28 @@ async function release(query) {
 }
 
 // Claims the query before work(query) labels it: so no colleague labels it too, and none that was deleted is stored.
+// What ends after another gallery was chosen must not count there.
 async function finish(text, work) {
   const query = asked;
+  const mine = turn;
   try {
     await claim(query);
   } catch (error) {
     ignoreGone(error);
+    if (mine !== turn) return;
     await next();
     return announce("A colleague was faster, or that query was deleted.");
   }
+  let sha256 = "";
   try {
-    last = { query, sha256: await work(query) };
+    sha256 = await work(query);
   } catch (error) {
     await release(query);
     throw error;
   }
+  if (mine !== turn) return;
+  last = { query, sha256 };
+  if (sha256) onLabelled(1);
   await next();
   announce(text);
 }
@@ -148,17 +155,16 @@ const skip = () => finish("Skipped.", () => "");
 const store = (label, name) =>
   finish(`Labelled as ${name}.`, async ({ gallery, photo, text }) => {
     const { sha256 } = await addGolden(gallery, photo, text, label);
-    onLabelled(1);
     return sha256;
   });
 
 async function undo() {
   const { query, sha256 } = last;
+  const mine = turn;
   await release(query).catch(ignoreGone);
-  if (sha256) {
-    await removeGolden(query.gallery, sha256).catch(ignoreGone);
-    onLabelled(-1);
-  }
+  if (sha256) await removeGolden(query.gallery, sha256).catch(ignoreGone);
+  if (mine !== turn) return;
+  if (sha256) onLabelled(-1);
   last = null;
   await show({ ...query, isMine: false }).catch(async (error) => {
     ignoreGone(error);

@@ -9,7 +9,6 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
-from urllib.parse import quote
 from urllib.request import url2pathname
 
 from pydantic import BaseModel, Field
@@ -17,9 +16,8 @@ from pydantic import BaseModel, Field
 from kinlens.client import Client
 from kinlens.errors import ArgumentError
 from kinlens.models import HitModel, ItemModel
-from kinlens.values import AttributeValue
+from kinlens.values import NAME, AttributeValue, filled, text_of
 
-_NAME = re.compile(r"\{([^{}]+)\}")
 _SHOWN = 80
 
 
@@ -105,24 +103,6 @@ def shop_link(template: str, attributes: Mapping[str, AttributeValue]) -> str | 
 
     An address with another scheme than http or https is None: it could be a script.
     """
-    values = {name: _text(attributes.get(name)) for name in _NAME.findall(template) or [template]}
-    if not all(values.values()):
-        return None
-    has_names = _NAME.search(template) is not None
-    link = (
-        _NAME.sub(lambda name: quote(values[name[1]], safe=""), template)
-        if has_names
-        else values[template]
-    )
-    return link if re.match(r"(?i)https?://|/", link) else None
-
-
-def _text(value: AttributeValue | None) -> str:
-    """A value as it is written in an address; empty for lists and missing values."""
-    if value is None or isinstance(value, list | tuple):
-        return ""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, float) and value.is_integer():
-        return str(int(value))
-    return str(value).strip()
+    texts = {name: text_of(value).strip() for name, value in attributes.items()}
+    link = filled(template, texts) if NAME.search(template) else texts.get(template)
+    return link if link and re.match(r"(?i)https?://|/", link) else None

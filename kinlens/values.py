@@ -1,11 +1,13 @@
-"""Attribute values, as stored with items and as sent in requests."""
+"""Attribute values, as stored with items, as sent in requests and as written in addresses."""
 
+import re
 from collections.abc import Mapping, Set
 from datetime import UTC, date, datetime
 from decimal import Decimal
 from enum import Enum
 from fractions import Fraction
 from typing import Any, Literal
+from urllib.parse import quote
 
 Scalar = str | int | float | bool
 """One value of an attribute."""
@@ -22,6 +24,9 @@ AUTO: Literal["auto"] = "auto"
 
 AttributeType = Literal["text", "number", "boolean"]
 """The type of the values of an attribute; integers and decimals are one kind."""
+
+NAME = re.compile(r"\{([^{}]+)\}")
+"""The name of an attribute in the template of an address, such as https://shop.example/p/{id}."""
 
 
 def date_text(value: date) -> str:
@@ -107,3 +112,24 @@ def values_in(value: AttributeValue | None) -> tuple[Scalar, ...]:
 def single(value: AttributeValue | None) -> Scalar | None:
     """The single value of one attribute of an item; None if there is none, or several."""
     return None if isinstance(value, tuple) else value
+
+
+def text_of(value: AttributeValue | None) -> str:
+    """A value as it is written in an address; empty for lists and missing values."""
+    if value is None or isinstance(value, list | tuple):
+        return ""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return str(value)
+
+
+def filled(template: str, texts: Mapping[str, str], safe: str = "") -> str | None:
+    """The address that a template gives with the text of each name, escaped except for `safe`.
+
+    None if a text is missing or empty.
+    """
+    if not all(texts.get(name) for name in NAME.findall(template)):
+        return None
+    return NAME.sub(lambda name: quote(texts[name[1]], safe=safe), template)

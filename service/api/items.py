@@ -36,8 +36,9 @@ from kinlens.models import (
     RestoreAnswer,
 )
 from kinlens.service.access.audit import note
-from kinlens.service.access.links import image_address, image_link
+from kinlens.service.access.links import image_link
 from kinlens.service.access.rates import account_of
+from kinlens.service.addresses import image_address
 from kinlens.service.api import requests
 from kinlens.service.api.galleries import (
     CHANGE_FAILURES,

@@ -23,7 +23,8 @@ from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.types import Boost, Facet, Group, Grouping, SortBy, VectorStore
 from kinlens.models import Distinct
 from kinlens.quality.answers import Results, Wanted
-from kinlens.service.access.links import image_address, link_parts
+from kinlens.service.access.links import link_parts
+from kinlens.service.addresses import image_address
 from kinlens.service.encoding.model import Stages, View
 from kinlens.service.encoding.vectors import VectorView
 from kinlens.service.galleries.view import GalleryView

@@ -38,6 +38,7 @@ from kinlens.library.images import (
     columns_of,
     is_frame,
     key_in,
+    named_attributes,
     read_image,
     source_of,
     table_in,
@@ -464,6 +465,8 @@ def _new_items(items: Any) -> Iterator[NewItem]:
             )
         if not isinstance(item.key, str):
             raise InvalidParameterError(f"The key {item.key!r:.{_SHOWN}} must be a string.")
+        if item.attributes is not None:
+            named_attributes(f"attributes of {item.key!r:.{_SHOWN}}", item.attributes)
         if (item.image is None) == (item.vector is None):
             raise InvalidParameterError(
                 f"Item {item.key!r:.{_SHOWN}} needs either an image or a vector."

@@ -345,6 +345,11 @@ def compare(
         True
     """
     lack = "is searched and changed only"
+    for one in (a, b):
+        if not isinstance(one, Folder | Gallery):
+            raise InvalidParameterError(
+                f"{about(one)} is not a gallery. Open it with kinlens.open_gallery."
+            )
     old, new = (one if isinstance(one, Folder) else folder_of(one.store, lack) for one in (a, b))
     known = old.schema()
     if attribute is None:

@@ -18,11 +18,19 @@ from kinlens.indexer.filters.text import parse_filter
 from kinlens.indexer.filters.tree import Exists, Filter, check_attribute
 from kinlens.indexer.ingest.build import BuildReport
 from kinlens.indexer.ingest.products import changes_by_key
+from kinlens.indexer.live.ranking import check_at_least
 from kinlens.indexer.types import Facet, Grouping, Item, SearchOptions, boost_of, sort_by_of
 from kinlens.library.additions import GalleryAdditions
 from kinlens.library.bundles import check_choice
 from kinlens.library.hits import Hit, Hits, Items, Shape, table_of
-from kinlens.library.images import Crops, about, listed_images, vectors_in, weighted_texts
+from kinlens.library.images import (
+    Crops,
+    about,
+    listed_images,
+    named_attributes,
+    vectors_in,
+    weighted_texts,
+)
 from kinlens.library.quality import Duplicates, GalleryCare, duplicates
 from kinlens.library.stores import folder_of
 from kinlens.quality.answers import Wanted
@@ -268,8 +276,14 @@ class Gallery(GalleryCare, GalleryAdditions):
         Raises: FilterError, InvalidParameterError.
         """
         order = sort_by_of(sort_by) if sort_by else None
+        for name, value, least in (
+            ("offset", offset, 0),
+            ("limit", limit, 0),
+            ("after", after, -1),
+        ):
+            check_at_least(name, value, least)
         page = self.store.page(
-            plain(offset), plain(limit), _filter(filter), key_prefix, after, order
+            plain(offset), plain(limit), _filter(filter), key_prefix, plain(after), order
         )
         return Items(page.items, page.total, page.last, self._thumbnail)
 
@@ -329,13 +343,7 @@ class Gallery(GalleryCare, GalleryAdditions):
 
         Raises: ItemNotFoundError, InvalidParameterError.
         """
-        given: Any = changes
-        if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
-            raise InvalidParameterError(
-                f"changes = {about(changes)} must have the attributes to change by key, such as "
-                '{"shoes/1": {"price": 49.9}}.'
-            )
-        return self.store.update(changes)
+        return self.store.update(_by_key(changes))
 
     def update(self, changes: Changes) -> int:
         """The former name of `patch`."""
@@ -345,11 +353,11 @@ class Gallery(GalleryCare, GalleryAdditions):
         """Change attributes of all items of each product, all or none. The products are values of
         the attribute `product`.
         """
-        return self.store.update(changes_by_key(self.store, changes))
+        return self.store.update(changes_by_key(self.store, _by_key(changes)))
 
     def patch_where(self, filter: FilterInput, changes: Mapping[str, AttributeInput | None]) -> int:
         """Change attributes of all items that match a filter; None removes an attribute."""
-        return self.store.update_where(_needed(filter), changes)
+        return self.store.update_where(_needed(filter), named_attributes("changes", changes))
 
     def remove(self, keys: str | Sequence[str], keep: Sequence[str] = ()) -> int:
         """Remove items by key; returns the number. Unknown keys are not counted.
@@ -414,6 +422,16 @@ class Gallery(GalleryCare, GalleryAdditions):
         for name in _names("fields", fields):
             check_attribute(name, schema, "return")
         return [*fields]
+
+
+def _by_key(changes: Any) -> Changes:
+    """The attributes to change, by key. Raises: InvalidParameterError."""
+    if not isinstance(changes, Mapping) or not all(isinstance(key, str) for key in changes):
+        raise InvalidParameterError(
+            f"changes = {about(changes)} must have the attributes to change by key, such as "
+            '{"shoes/1": {"price": 49.9}}.'
+        )
+    return {key: named_attributes(f"changes of {key!r:.80}", of) for key, of in changes.items()}
 
 
 def _filter(value: FilterInput) -> Filter | None:

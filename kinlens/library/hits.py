@@ -4,7 +4,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
-from operator import index
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +22,7 @@ from kinlens.indexer.types import Facet, Item, no_key
 from kinlens.indexer.types import Group as PlainGroup
 from kinlens.indexer.uploads import UploadFolder
 from kinlens.library.bundles import load_bundle
-from kinlens.library.images import Crops, View, Viewer, weighted_vectors
+from kinlens.library.images import Crops, View, Viewer, about, weighted_vectors
 from kinlens.library.stores import Say, Store, bundle_of, folder_of
 from kinlens.quality.answers import (
     Guaranteed,
@@ -255,9 +254,13 @@ class Searcher:
         return self._bundle
 
     def item(self, item: str | ItemId) -> Item:
-        """An item by its key or id. Raises: ItemNotFoundError."""
+        """An item by its key or id. Raises: ItemNotFoundError, InvalidParameterError."""
+        if isinstance(item, int | np.integer):
+            return self.store.item(int(item))
         if not isinstance(item, str):
-            return self.store.item(index(item))
+            raise InvalidParameterError(
+                f"item = {about(item)} must be a key, or the id of an item."
+            )
         found = self.store.stored([item]).get(item)
         if found is None:
             raise ItemNotFoundError(no_key(item))

@@ -77,6 +77,15 @@ def about(value: Any) -> str:
     return " ".join(_FEW.repr(value).split())
 
 
+def named_attributes(name: str, value: Any) -> Mapping[str, Any]:
+    """The attributes that an argument or item has. Raises: InvalidParameterError."""
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise InvalidParameterError(
+            f'{name} = {about(value)} must be attributes by name, such as {{"price": 49.9}}.'
+        )
+    return value
+
+
 def read_image(image: Any, max_bytes: int, number: int | None = None) -> NamedImage:
     """An image as the bytes of a file.
 

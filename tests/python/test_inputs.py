@@ -266,6 +266,15 @@ def test_numbers_of_numpy_are_numbers(gallery: kinlens.Gallery) -> None:
         (lambda g: g.add([photo(1)]), "which is no path"),
         (lambda g: g.put_many([], batch_size=0), "batch_size = 0 must be"),
         (lambda g: g.put(3, photo(1)), "key 3 must be a string"),
+        (lambda g: g.put("q", photo(1), [1]), r"attributes of 'q' = \[1\] must be attributes by"),
+        (lambda g: g.patch({"x": 5}), "changes of 'x' = 5 must be attributes by name"),
+        (lambda g: g.patch_products({"x": {5: 1}}), "changes of 'x' = .* by name"),
+        (lambda g: g.patch_where("a = 1", 5), "changes = 5 must be attributes by name"),
+        (lambda g: g.item(None), "item = None must be a key"),
+        (lambda g: g.item(1.5), "item = 1.5 must be a key"),
+        (lambda g: g.items(limit="x"), "limit = 'x' must be a whole number"),
+        (lambda g: g.items(after=None), "after = None must be a whole number"),
+        (lambda g: kinlens.compare(g, 5), "5 is not a gallery"),
     ],
 )
 def test_wrong_arguments_are_named(

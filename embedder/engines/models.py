@@ -314,7 +314,7 @@ def create_session(
         raise ProviderError(
             f"{wanted} was requested, but the model would run on {active}. Install the GPU "
             "packages in a new environment (pip install 'kinlens[gpu]') and check the driver, or "
-            "allow the CPU with --allow-cpu-fallback."
+            "choose --device cpu."
         )
     return session
 

@@ -81,6 +81,13 @@ def test_wrong_usage_exits_with_two(run, built, arguments: str, message: str) ->
     assert message in usage(run(*given))
 
 
+def test_an_absent_gpu_is_an_error_whose_cure_any_program_has(shop, out, tiny_bundle) -> None:
+    arguments = ["build", shop, "--bundle", tiny_bundle.path, "--out", out, "--device", "cuda"]
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == 1
+    assert "check the driver, or choose --device cpu." in result.stderr
+
+
 def test_a_device_that_is_not_there_is_an_error(run, shop, out, monkeypatch) -> None:
     def refused(asked: Any, bundle: Path) -> None:
         given = (bundle, asked.device, asked.allow_cpu_fallback, asked.precision, asked.engine)

@@ -178,11 +178,7 @@ def _pairs(
         for one in texts:
             for other in texts - {one}:
                 pairs[f"{one} {other}"].add(number)
-    return {
-        pair: members
-        for pair, members in pairs.items()
-        if len({int(products[number]) for number in members}) >= MIN_PRODUCTS_OF_A_PIECE
-    }
+    return _shared(pairs, products)
 
 
 def _pieces(found: Mapping[str, set[int]], products: Numbers) -> dict[str, set[int]]:
@@ -194,8 +190,13 @@ def _pieces(found: Mapping[str, set[int]], products: Numbers) -> dict[str, set[i
             for piece in {*words, *(f"{one} {two}" for one, two in pairwise(words))}:
                 if _LETTER.search(piece):
                     pieces[piece] |= members
+    return _shared(pieces, products)
+
+
+def _shared(found: Mapping[str, set[int]], products: Numbers) -> dict[str, set[int]]:
+    """The texts that items of several products have."""
     return {
-        piece: members
-        for piece, members in pieces.items()
+        text: members
+        for text, members in found.items()
         if len({int(products[number]) for number in members}) >= MIN_PRODUCTS_OF_A_PIECE
     }

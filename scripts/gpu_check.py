@@ -238,9 +238,9 @@ def whole_run(options: argparse.Namespace, folder: Path) -> dict[str, float]:
     except KeyboardInterrupt:
         result = run_job(job, split, folder / "run", Callback())
     faster: list[Precision] = ["fp16"] if options.device == "cuda" else []
-    refused = lambda refusal: print(f"note: {refusal}")
-    checkpoint, precisions = load_chosen(folder / "run"), ("fp32", *faster)
-    export_checkpoint(checkpoint, split, folder / "bundle", None, precisions, refused)
+    refused = lambda _, reason: print(f"note: {reason}")
+    checkpoint = load_chosen(folder / "run")
+    export_checkpoint(checkpoint, split, folder / "bundle", None, faster, refused)
     return {"R@1": result.figures["R@1"], "seconds per epoch": result.seconds_per_epoch}
 
 

@@ -27,7 +27,7 @@ from kinlens.training.report.log import console_listener, note
 
 if TYPE_CHECKING:
     from kinlens.embedder.bundle import Bundle
-    from kinlens.embedder.manifest import OtherPrecision, Precision, Preprocessing
+    from kinlens.embedder.manifest import OtherPrecision, Preprocessing
     from kinlens.library.bundles import LoadedBundle
     from kinlens.training.bundles.imported import FilePooling
     from kinlens.training.bundles.precisions import OnRefusal
@@ -277,8 +277,7 @@ def import_model(
             split = load_images(job)
             tested = split.test
             advance = bar.enter_context(progress_bar(len(tested), "embed", "images"))
-            asked: tuple[Precision, ...] = ("fp32", *precisions)
-            data = Measured(split, job, asked, advance, noting_refusals(precisions))
+            data = Measured(split, job, precisions, advance, noting_refusals(precisions))
         written = export_imported(graph, parity, named, licence, spec, out, data)
     manifest = written.manifest
     lines = [f"{named}: a model of {manifest.dim} numbers for each photo, licence {licence}"]

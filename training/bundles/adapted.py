@@ -74,7 +74,7 @@ def write(
         load_chosen(folder),
         split,
         out,
-        precisions=("fp32", *precisions),
+        precisions=precisions,
         on_refusal=on_refusal,
         with_map=with_map,
         seen=seen_in(folder),

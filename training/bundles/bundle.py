@@ -71,7 +71,7 @@ class Measured:
 
     split: Split
     job: Job
-    asked: Sequence[Precision] = ("fp32",)
+    asked: Sequence[Precision] = ()
     on_batch: OnBatch | None = None
     on_refusal: OnRefusal | None = None
 
@@ -97,7 +97,7 @@ def export_checkpoint(
     split: Split,
     out: Path,
     on_batch: OnBatch | None = None,
-    precisions: Sequence[Precision] = ("fp32",),
+    precisions: Sequence[Precision] = (),
     on_refusal: OnRefusal | None = None,
     trunk: bool = False,
     with_map: bool = False,

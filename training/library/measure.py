@@ -177,7 +177,7 @@ def export(
             split,
             Path(out),
             advance,
-            ("fp32", *precisions),
+            precisions,
             (lambda _, reason: note(reason)) if skip_refused else None,
             trunk,
             with_map,

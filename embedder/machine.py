@@ -94,17 +94,17 @@ else:
         return total, total
 
 
-def free_memory_mb(cgroup: Path = CONTROL_GROUP) -> float:
+def free_memory_mb() -> float:
     """Main memory that this process can still allocate without swapping, in MiB."""
-    free = [memory_mb(cgroup), _physical_bytes()[1] / _MIB]
+    free = [memory_mb(), _physical_bytes()[1] / _MIB]
     for line in _text(_MEMORY_INFO).splitlines():
         name, _, amount = line.partition(":")
         if name == "MemAvailable":
             free.append(int(amount.split()[0]) / 1024)
     for limit, used in _CGROUP_MEMORY:
-        limited, taken = _text(cgroup / limit), _text(cgroup / used)
+        limited, taken = _text(CONTROL_GROUP / limit), _text(CONTROL_GROUP / used)
         if limited.isdecimal() and taken.isdecimal():
-            cached = _file_cache((cgroup / limit).with_name("memory.stat"))
+            cached = _file_cache((CONTROL_GROUP / limit).with_name("memory.stat"))
             free.append((int(limited) - int(taken) + cached) / _MIB)
     return max(0.0, min(free))
 

@@ -211,22 +211,20 @@ class Embedder(ModelFacts, Protocol):
         """uint8 (N, 3, S, S) to float32 (N, D), unit norm; N >= 1."""
 
 
-def read_pixels(
-    path: Path | str, embedder: Embedder, boxes: Sequence[Box | None] = (None,)
-) -> tuple[bytes, NDArray[np.uint8]]:
-    """The bytes of an image file, and the pixels (N, 3, S, S) of its parts for the model. A box
-    that is None is the whole image.
+def read_pixels(path: Path | str, embedder: Embedder) -> tuple[bytes, NDArray[np.uint8]]:
+    """The bytes of an image file, and its pixels (1, 3, S, S) for the model.
 
-    Raises: SourceError or ImageError naming the file; InvalidParameterError for a box.
+    Raises: SourceError or ImageError naming the file.
     """
     data = read_file(path, embedder.limits.max_bytes)
-    return data, pixels_of(data, f"image {printable(str(path))}", embedder, boxes)
+    return data, pixels_of(data, f"image {printable(str(path))}", embedder)
 
 
 def pixels_of(
     data: bytes, name: str, embedder: Embedder, boxes: Sequence[Box | None] = (None,)
 ) -> NDArray[np.uint8]:
-    """The pixels (N, 3, S, S) of parts of an encoded image for the model.
+    """The pixels (N, 3, S, S) of parts of an encoded image for the model. A box that is None is the
+    whole image.
 
     Raises: ImageError with the name; InvalidParameterError for a box.
     """

@@ -165,7 +165,7 @@ def test_a_run_learns_its_feedback_and_resumes_with_it_alone(
     with pytest.raises(DatasetError, match="was trained with other feedback"):
         run(job, folder, resume=True)
     shutil.rmtree(reported)  # a model is tested and exported without it
-    later = load_images(with_settings(job, None, ("data.",)))
+    later = load_images(with_settings(job, (), ("data.",)))
     later.require(load_checkpoint(folder).split_sha256, "the run")
 
 

@@ -179,13 +179,13 @@ def require_run(folder: Path) -> None:
         )
 
 
-def with_settings(job: "Job", overrides: Sequence[str] | None, allowed: tuple[str, ...]) -> "Job":
+def with_settings(job: "Job", overrides: Sequence[str], allowed: tuple[str, ...]) -> "Job":
     """`job` with the overrides that a trained model allows, without feedback. Raises: JobError."""
     from kinlens.training.config.job import apply_override, parse_job
 
     content = job.as_dict()
     content["data"]["feedback"] = []
-    for override in overrides or ():
+    for override in overrides:
         if not override.startswith(allowed):
             raise JobError(
                 f"--set {override}: a trained model keeps its settings; here only "

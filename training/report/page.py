@@ -111,7 +111,7 @@ def _facts(job: Job, split: Split, history: History, result: Result) -> list[str
         f"{platform.machine()}, {world()} process(es), {torch.get_num_threads()} threads, "
         f"torch {torch.__version__}",
         f"- {CHOSEN_BY[result.chosen_by]}"
-        + ("" if result.chosen_by in ("alpha", "folds") else f"; here epoch {result.best_epoch}"),
+        + ("" if result.chosen_by == "alpha" else f"; here epoch {result.best_epoch}"),
     ]
 
 

@@ -50,7 +50,7 @@ class WordMap:
         return unit
 
 
-def ridge(catalogue: Catalogue, features: Floats, penalty: float = PENALTY) -> WordMap:
+def ridge(catalogue: Catalogue, features: Floats) -> WordMap:
     r"""The least squares fit of the mean image of each text, with all means subtracted.
 
     .. math:: W = \arg\min \sum_t \lVert W^\top (f_t - \bar f) - (\bar x_t - \bar x) \rVert^2
@@ -64,7 +64,7 @@ def ridge(catalogue: Catalogue, features: Floats, penalty: float = PENALTY) -> W
     centre = features[taught].mean(axis=0, dtype=np.float64)
     centred = features[taught] - centre  # (T, H)
     products = centred @ centred.T  # (T, T)
-    products += (penalty * np.trace(products) / len(products) + 1e-9) * np.eye(len(products))
+    products += (PENALTY * np.trace(products) / len(products) + 1e-9) * np.eye(len(products))
     weight = centred.T @ np.linalg.solve(products, targets)
     return WordMap(weight.astype(np.float32), (-centre @ weight).astype(np.float32))
 

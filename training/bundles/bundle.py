@@ -178,16 +178,7 @@ def export_network(
     Raises: ExportError unless the ONNX file and torch agree; BundleError.
     """
     make_room(out)
-    manifest = _manifest(name, dim, spec, name, licence=licence)
-    with staged(out.parent) as folder:
-        trial = _trial(net.eval(), manifest, folder)
-        inputs, golden = trial.golden_inputs(), trial.golden_vectors()
-        embedder = OnnxEmbedder.open(trial, SessionSettings(threads=core_count()))
-        manifest = manifest.model_copy(
-            update={"parity": check_parity(golden, embedder.embed, inputs)}
-        )
-        images = trial.golden_images()
-        return write_bundle(out, manifest, trial.model_path, images, inputs, golden)
+    return _export(net.eval(), _manifest(name, dim, spec, name, licence=licence), out)
 
 
 def export_imported(
@@ -241,7 +232,7 @@ def _baseline(checkpoint: Checkpoint, split: Split) -> Baseline | None:
 
 
 def _export(
-    net: EmbeddingNet,
+    net: nn.Module,
     manifest: BundleManifest,
     out: Path,
     data: Measured | None = None,
@@ -259,6 +250,7 @@ def _export(
         figures: dict[str, Any] = {"parity": parity}
         candidates: list[Candidate] = []
         if data is not None:
+            assert isinstance(net, EmbeddingNet)  # as all that have data or a map
             candidates = data.accepted(open_candidates(net, data.asked, trial, data.split.train))
             vectors = _embedded(data, manifest.preprocessing, net, fp32.embed, candidates)
             figures = _figures(parity, data, vectors, candidates)
@@ -273,6 +265,7 @@ def _export(
         }
         files = {model_name(x.mode.precision): x.model for x in candidates if x.model}
         if with_map:
+            assert isinstance(net, EmbeddingNet)
             files[MAP] = folder / MAP
             figures["map"] = write_map(net, manifest.preprocessing, inputs, golden, files[MAP])
         if keep_weights:

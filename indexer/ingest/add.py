@@ -107,12 +107,12 @@ def check_image_root(gallery: VectorStore) -> None:
     if root == Path():
         raise SourceError(
             "The gallery was built from vectors and has no image root. Set the folder of its "
-            "images with --image-root."
+            "images with image_root."
         )
     if isinstance(root, Path) and not root.is_dir():
         raise SourceError(
             f"The image root {root} of the gallery is missing. Set the current folder of the "
-            "images with --image-root."
+            "images with image_root."
         )
 
 
@@ -281,5 +281,5 @@ def check_root(gallery: VectorStore, source: Source) -> None:
         raise SourceError(
             f"The image paths of the {source.description} are relative to {source.root}, but those "
             f"of the gallery to {gallery.image_root}. Put the images below that folder, "
-            "or set the image root of the gallery with --image-root."
+            "or set the image root of the gallery with image_root."
         )

@@ -189,15 +189,15 @@ class Tables:
         if found is None or found not in names:
             what = f"no column {found}" if found else "no column named key, id, sku or path"
             raise SourceError(
-                f"{self.files[0]} has {what}; its columns are {', '.join(names)}. Name the column "
-                "of the keys with --key-column."
+                f"{self.files[0]} has {what}; its columns are {', '.join(names)}. Call the "
+                "column of the keys key, or name it with key_column."
             )
         kind = _plain(schema.field(found).type)
         types = load_pyarrow().types
         if not (_is_text(kind) or types.is_integer(kind)):
             raise SourceError(
                 f"{self.files[0]}: the column {found} is {kind}. Keys are texts or whole numbers; "
-                "convert it, or name another column with --key-column."
+                "convert it, or name another column with key_column."
             )
         return str(found)
 
@@ -221,8 +221,8 @@ class Tables:
         if not named or (len(named) > 1 and named == fitting):
             what = f"several columns of vectors: {', '.join(named)}" if named else "no such column"
             raise SourceError(
-                f"{file} has {what}. A vector is a list of floating-point numbers; name its column "
-                "with --vector-column."
+                f"{file} has {what}. A vector is a list of floating-point numbers; call its column "
+                "vector, or name it with vector_column."
             )
         return named[0]
 
@@ -369,7 +369,7 @@ def _check_column(file: Path, schema: Any, name: str) -> None:
             raise SourceError(
                 f"{file}: the column {name} is {kind}. An attribute is a text, number, "
                 "boolean or date, or a list of these. Convert it, or name the columns to store "
-                "with --columns."
+                "with `columns`."
             )
 
 

@@ -71,7 +71,7 @@ def bundle_of(store: Store) -> Path:
         raise GalleryError(
             f"Images have to be embedded, and the bundle that built gallery {store.name} is "
             f"{'unknown' if path is None else f'no longer in {path}'}. Pass it with "
-            "--bundle, or open the gallery with it in Python."
+            "`bundle`, or open the gallery with it in Python."
         )
     return path
 

@@ -146,7 +146,7 @@ def test_what_does_not_belong_to_the_gallery_is_refused_before_the_work(
     kinds = Record("new", "f.gif", {"colour": "red"}), Record("other", "f.gif", {"class": 5})
     for source, model, error, message in (
         (listed(root, Record("a", "gone.png")), embedder, SourceError, "None of the 1 images of"),
-        (folder_source(shop / "hat"), embedder, SourceError, r"relative to .*hat, .*--image-root"),
+        (folder_source(shop / "hat"), embedder, SourceError, r"relative to .*hat, .*image_root"),
         (folder_source(shop), other, BundleMismatchError, r"b{12}, not with c{12}"),
         (listed(root, *kinds), embedder, InvalidParameterError, "'class' is a text, and 'other' h"),
     ):

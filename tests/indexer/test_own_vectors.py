@@ -138,7 +138,10 @@ def test_vectors_of_a_bundle_must_fit_it(run, tmp_path, tiny_bundle) -> None:
     ("columns", "message"),
     [
         ({"vector": [[1.0], [2.0]]}, "no column named key, id, sku or path"),
+        ({"vector": [[1.0], [2.0]]}, "or name it with --key-column"),
         ({"key": ["a", "b"]}, "no such column"),
+        ({"key": ["a", "b"]}, "or name it with --vector-column"),
+        ({"key": ["a"], "vector": [[1.0]], "box": [{"x": 1}]}, "columns to store with --columns"),
         ({"key": ["a", None], "vector": [[1.0], [2.0]]}, "row 2 has no key"),
         ({"key": ["a", "a"], "vector": [[1.0], [2.0]]}, "Key 'a' occurs twice"),
         ({"key": [1.5, 2.5], "vector": [[1.0], [2.0]]}, "the column key is double"),

@@ -275,6 +275,7 @@ def test_numbers_of_numpy_are_numbers(gallery: kinlens.Gallery) -> None:
         (lambda g: g.items(limit="x"), "limit = 'x' must be a whole number"),
         (lambda g: g.items(after=None), "after = None must be a whole number"),
         (lambda g: kinlens.compare(g, 5), "5 is not a gallery"),
+        (lambda g: g.put_many(pd.DataFrame({"sku1": ["a"], "vector": [[1.0]]})), "with key_column"),
     ],
 )
 def test_wrong_arguments_are_named(

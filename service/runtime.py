@@ -22,7 +22,7 @@ from kinlens.service.encoding.model import Backend, Model, Models
 from kinlens.service.encoding.sandbox import absences, holding
 from kinlens.service.encoding.workers import Workers
 from kinlens.service.galleries.bundles import Bundles
-from kinlens.service.galleries.feedback import open_feedback
+from kinlens.service.galleries.feedback import open_feedback, tidy_feedback
 from kinlens.service.galleries.following import Following
 from kinlens.service.galleries.items import Items
 from kinlens.service.galleries.locations import Locations, Opened, open_gallery
@@ -103,7 +103,9 @@ class Runtime:
         self.audit = None if state is None else AuditLog(state)
         self.jobs = None if state is None else JobManager(settings)
         self.feedback = None if settings.feedback == "off" else open_feedback(settings)
-        tidy = [part.tidy for part in (self.feedback, self.jobs) if part is not None]
+        tidy: list[Callable[[], None]] = [partial(tidy_feedback, settings, self.feedback)]
+        if self.jobs is not None:
+            tidy.append(self.jobs.tidy)
         self.sweeper = None if state is None else Sweeper(state, self.registry.folders, tidy)
         self.items = Items(self.registry, self.pools["write"], limit_s, puts=state is not None)
         self.managed = ManagedGalleries(

@@ -420,17 +420,28 @@ def open_feedback(settings: Settings) -> FeedbackStore:
 
 
 def forget(settings: Settings, store: FeedbackStore | None, gallery: str) -> int:
-    """Remove the feedback on a deleted gallery; the number of removed rows.
-
-    `store` is None while feedback is off; rows of earlier runs are removed all the same, since
-    another gallery may get the name. Raises: StateError.
+    """Remove the feedback on a deleted gallery, since another one may get the name; the number of
+    removed rows. Raises: StateError.
     """
-    if store is not None:
-        return store.clear(gallery)
-    if settings.state is None or not (settings.state / _DATABASE).is_file():
-        return 0
+    with _stored(settings, store) as found:
+        return 0 if found is None else found.clear(gallery)
+
+
+def tidy_feedback(settings: Settings, store: FeedbackStore | None) -> None:
+    """Remove what is too old, also while feedback is off. Raises: StateError."""
+    with _stored(settings, store) as found:
+        if found is not None:
+            found.tidy()
+
+
+@contextlib.contextmanager
+def _stored(settings: Settings, store: FeedbackStore | None) -> Iterator[FeedbackStore | None]:
+    """`store`, or while feedback is off what earlier runs have stored, if anything."""
+    if store is not None or settings.state is None or not (settings.state / _DATABASE).is_file():
+        yield store
+        return
     with contextlib.closing(open_feedback(settings)) as opened:
-        return opened.clear(gallery)
+        yield opened
 
 
 def _unknown(digest: str) -> ItemNotFoundError:

@@ -17,6 +17,7 @@ from kinlens.service.commands.program import app
 from tests.support.seams import FeedbackStore, Question
 from tests.support.servers import render
 from tests.support.shops import Shop, assert_problem, sha256, start_shop
+from tests.support.waiting import until
 from tests.tiny import encoded
 
 HEADER = ["query", "query_key", "item", "action"]
@@ -233,6 +234,20 @@ def test_what_is_old_cleared_or_above_the_limit_is_deleted_with_its_image(tmp_pa
         assert store.galleries() == ["b"]
         assert "2 feedbacks" in call("clear", "--state", str(tmp_path), "--gallery", "b")
     assert not list(photos.iterdir())
+
+
+def test_old_feedback_is_deleted_also_by_a_service_that_accepts_none(shop, photos) -> None:
+    """As the setting was taken back: nobody would delete the photos."""
+    for photo, age in ((photos[6], "old"), (photos[7], "new")):
+        send(shop, answer_id(shop, photo), "1.png", "wrong", photo).raise_for_status()
+        if age == "old":
+            with contextlib.closing(sqlite3.connect(shop.state / "feedback.sqlite")) as database:
+                database.execute("UPDATE feedback SET day = '2020-02-02'")
+                database.commit()
+    kept = shop.state / "feedback" / "pictures"
+    shop.close()
+    with contextlib.closing(start_shop(shop.state)):
+        until(lambda: [file.stem for file in kept.iterdir()] == [sha256(photos[7])])
 
 
 @pytest.mark.parametrize("while_off", [False, True])

@@ -1,6 +1,5 @@
 """Guarantees over HTTP: the labelled queries behind them, and the fields of an answer."""
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +7,7 @@ import structlog
 
 from kinlens.embedder.errors import InvalidParameterError
 from kinlens.quality.answers import Guaranteed
-from kinlens.quality.guarantee import Guarantee, Vector
+from kinlens.quality.guarantee import Guarantee, Vector, decision_rule, set_rule
 from kinlens.service.galleries.registry import Served
 from kinlens.service.galleries.view import GalleryView
 from kinlens.service.search.query import Query
@@ -60,21 +59,17 @@ def offered(served: Served) -> dict[str, float | None]:
     """What the search page may ask for: a set, and decisions as strict as the labels allow. Empty
     while nothing is guaranteed to this caller.
     """
-    if served.calibrator is None or withdrawn(served) != "":
+    if served.calibrator is None or isinstance(served.gallery, GalleryView):
         return {}
-    guarantee = served.calibrator.guarantee
+    try:
+        guarantee = served.calibrator.guarantee()
+    except InvalidParameterError:  # there is none, or it was withdrawn
+        return {}
 
-    def first(rule: Callable[[float], object], *shares: float) -> float | None:
-        for share in shares:
-            with contextlib.suppress(InvalidParameterError):  # too few labels, or it ends now
-                rule(share)
-                return share
-        return None
+    def first(rule: Callable[[Guarantee, float], object], *shares: float) -> float | None:
+        return next((one for one in shares if not isinstance(rule(guarantee, one), str)), None)
 
-    return {
-        "guarantee": first(lambda level: guarantee().sets(level), 0.95),
-        "accept": first(lambda accept: guarantee().decisions(accept), 0.99, 0.95),
-    }
+    return {"guarantee": first(set_rule, 0.95), "accept": first(decision_rule, 0.99, 0.95)}
 
 
 def described(found: Guaranteed) -> dict[str, Any]:

@@ -66,7 +66,7 @@ def start_from_features(run: Run, features: Tensor, labels: NDArray[np.int64]) -
             whiten_within(layer, features, labels)
     if settings.proxies == "class_means":
         with torch.no_grad():
-            embeddings = net.embed(net.project(features)).cpu()
+            embeddings = net.embed_pooled(features).cpu()
         for loss in (run.objective.loss, run.objective.second_loss):
             if isinstance(loss, ProxyLoss):
                 set_proxies(loss, embeddings, labels)

@@ -152,7 +152,7 @@ class _Training:
         }
         trained = continues_model(job)
         run.began_with = "the model that it continued" if trained else UNTRAINED
-        embed = _embed_features(run) if trained else functional.normalize
+        embed = run.net.embed_pooled if trained else functional.normalize
         run.trunk, run.trunk_ranks = _measure(run, held_out, features, embed)
         start_from_trunk(run, self.split.to_learn(), computed)
         if run.average is not None:
@@ -160,7 +160,7 @@ class _Training:
         if run.trunk_alone:
             run.start = run.trunk
         else:
-            run.start, _ = _measure(run, held_out, features, _embed_features(run))
+            run.start, _ = _measure(run, held_out, features, run.net.embed_pooled)
         if job.protocol.choose_by == "alpha":
             self.save(START)
         if job.start.projection != "random" or trained:
@@ -250,10 +250,6 @@ class _Training:
         if score is not None and score > self.run.best_score:
             self.run.best_epoch, self.run.best_score = self.run.epoch, score
             self.save(BEST)
-
-
-def _embed_features(run: Run) -> Callable[[Tensor], Tensor]:
-    return lambda features: run.net.embed(run.net.project(features))
 
 
 def _measure(

@@ -77,7 +77,7 @@ class _Head(nn.Module):
         self.net.trunk = nn.Identity()
 
     def forward(self, features: Tensor) -> Tensor:
-        return self.net.embed(self.net.project(features))
+        return self.net.embed_pooled(features)
 
 
 def _write_on_trunk(net: EmbeddingNet, trunk: OnnxTrunk, path: Path) -> None:

@@ -110,11 +110,7 @@ def embed(net: EmbeddingNet, images: LabelledImages, job: Job) -> NDArray[np.flo
     """Embeddings (N, D) of all images in float32, like the bundle; several ranks share the work."""
     if not net.frozen_trunk:
         return _computed(net, net, images, job)
-    return through_head(net, pooled(net, images, job))
-
-
-def through_head(net: EmbeddingNet, features: Tensor) -> NDArray[np.float32]:
-    return torch_embed(net, features.numpy(), lambda x: net.embed(net.project(x)))
+    return torch_embed(net, pooled(net, images, job).numpy(), net.embed_pooled)
 
 
 def pooled(

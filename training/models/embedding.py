@@ -215,6 +215,10 @@ class EmbeddingNet(nn.Module):
         with torch.autocast(features.device.type, enabled=False):
             return F.normalize(self.transform(features), dim=1)
 
+    def embed_pooled(self, pooled: Tensor) -> Tensor:
+        """Pooled features (B, C) to unit embeddings (B, D)."""
+        return self.embed(self.project(pooled))
+
     def forward(self, images: Tensor) -> Tensor:
         """uint8 (B, 3, S, S) to unit embeddings (B, D)."""
         return self.embed(self.features(images))

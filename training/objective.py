@@ -143,7 +143,7 @@ class TrainingStep(nn.Module):
         section 3. https://arxiv.org/abs/2101.06983
     """
 
-    def __init__(self, net: EmbeddingNet, objective: Objective, chunk: int | None = None) -> None:
+    def __init__(self, net: EmbeddingNet, objective: Objective, chunk: int | None) -> None:
         super().__init__()
         self.net = net
         self.objective = objective

@@ -39,7 +39,7 @@ _RIDGE = 3.0  # in mean variances within a class; 1 to 10 are alike on shops of 
 _FLOOR = 0.1  # of the mean variance: lower bound for directions that few images show
 
 
-def start_from_trunk(run: Run, images: LabelledImages, computed: Computed | None = None) -> None:
+def start_from_trunk(run: Run, images: LabelledImages, computed: Computed) -> None:
     """Set projection and proxies of a fresh run; a projection of a bundle is unchanged."""
     settings = run.job.start
     if settings.projection == "random" and settings.proxies == "random":

@@ -87,7 +87,7 @@ def data_sets_in(root: Path) -> list[Path]:
     ]
 
 
-def read_official(official: Official, root: Path, allow_partial: bool = False) -> Split:
+def read_official(official: Official, root: Path, allow_partial: bool) -> Split:
     """Read a data set and check its counts; a partial one may differ. Raises: DatasetError."""
     records, base = official.records(root), official.image_root(root)
     missing = [record for record in records if not (base / record.path).is_file()]

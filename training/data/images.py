@@ -182,7 +182,7 @@ def build_loader(
     )
 
 
-def worker_count(runtime: Runtime, device: torch.device, processes: int = 1) -> int:
+def worker_count(runtime: Runtime, device: torch.device, processes: int) -> int:
     """Number of processes that read images for one that computes; 0 reads in the same process.
 
     "auto" is 2 for a CPU, where computing takes longer than reading; for a GPU it is the share of

@@ -327,7 +327,7 @@ def hold_out(split: Split, fraction: float, seed: int = 0) -> Split:
     return _validating(split, order[:count])
 
 
-def folds(split: Split, count: int = 10, seed: int = 0) -> list[Split]:
+def folds(split: Split, count: int, seed: int = 0) -> list[Split]:
     """Cross validation: each train class validates in one fold, at random. Raises: DatasetError."""
     classes = split.train.classes
     if classes < FEWEST * count:

@@ -39,7 +39,7 @@ class RunLog:
     Records after `step`, that of the checkpoint of a resumed run, are dropped: they come again.
     """
 
-    def __init__(self, folder: Path, tensorboard: bool = False, step: int = 0) -> None:
+    def __init__(self, folder: Path, tensorboard: bool, step: int) -> None:
         from kinlens.training.folder import replace_text  # loads all settings of a job
 
         path = folder / "log.jsonl"

@@ -225,9 +225,9 @@ async def unlabelled(runtime: Service, name: str) -> UnlabelledQuery:
     Each is equally likely, whatever was clicked and however sure the answer was: labels of chosen
     queries guarantee nothing for the others. 404 unless the service stores photos.
     """
-    store = _stored_queries(runtime)
     async with runtime.registry.find(name) as served:
         _folder(served)
+        store = _stored_queries(runtime)
         served.refuse_if_followed()
         calibrator = served.calibrator
         assert calibrator is not None  # since it has a folder
@@ -357,9 +357,9 @@ async def duplicates(
 
 async def _of_feedback(runtime: Runtime, name: str, work: Callable[[FeedbackStore], T]) -> T:
     """Run `work` with the feedback, if the caller may use the golden set of the gallery."""
-    store = _stored_queries(runtime)
     async with runtime.registry.find(name) as served:
         _folder(served)
+    store = _stored_queries(runtime)
     return await runtime.in_state(SUBJECT, store, work)
 
 

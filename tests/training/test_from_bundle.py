@@ -157,7 +157,8 @@ def test_a_bundle_without_a_job_is_evaluated_on_images(trunk: Bundle, tmp_path: 
     ):
         with pytest.raises(KinlensError, match=message):
             called("evaluate", trunk.path, *more)
-    found = json.loads(called("evaluate", trunk.path, "--data", shop, "--json").splitlines()[-1])
+    printed = called("evaluate", trunk.path, "--data", shop, "--json")
+    found = json.loads(printed[printed.index("{") :])
     assert found.keys() == {"R@1", "R@2", "R@4", "R@8", "MAP@R"}
     listed = called("evaluate", trunk.path, "--data", shop / "list.csv")
     assert f"R@1 {with_interval(found['R@1'], 12)}" in listed

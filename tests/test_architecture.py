@@ -39,7 +39,7 @@ ONLY_IN = {
     "pymilvus": {"indexer"},
     "pyarrow": {"indexer"},
     "huggingface_hub": {"library"},
-    "mcp": {"service"},
+    "mcp": {"kinlens"},
     "langchain_core": {"kinlens"},
 }
 FACADE = (

@@ -8,7 +8,7 @@ import typer
 from kinlens.client import Client
 from kinlens.embedder.programs.console import command, refuse
 from kinlens.environment import missing_package
-from kinlens.service.agents import build_server
+from kinlens.mcp import build_server
 from kinlens.service.commands import options
 
 

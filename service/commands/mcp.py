@@ -5,10 +5,10 @@ from typing import Annotated
 
 import typer
 
+from kinlens.agents import build_server
 from kinlens.client import Client
 from kinlens.embedder.programs.console import command, refuse
 from kinlens.environment import missing_package
-from kinlens.mcp import build_server
 from kinlens.service.commands import options
 
 

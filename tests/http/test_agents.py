@@ -193,7 +193,7 @@ print([name for name in events if name in ("socket.connect", "socket.getaddrinfo
 
 
 def test_the_packages_of_others_open_no_connection_when_they_are_imported() -> None:
-    names = ["kinlens.langchain", "mcp", "mcp.server.mcpserver", "kinlens.mcp"]
+    names = ["kinlens.langchain", "mcp", "mcp.server.mcpserver", "kinlens.agents"]
     names += ["kinlens.library.hub", "huggingface_hub.hf_api", "huggingface_hub.file_download"]
     code = ALONE.format(names=names)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -96,6 +96,7 @@ def test_several_images_can_be_one_search(shop_page: Page, fake_shop: Shop) -> N
 
 def test_the_camera_takes_a_photo_and_searches(open_shop: OpenPage) -> None:
     page = open_shop(permissions=["camera"])
+    expect(page.get_by_test_id("sample")).to_have_count(8)  # the button no longer moves
     page.get_by_test_id("camera").click()
     expect(page.get_by_test_id("camera-shoot")).to_be_enabled()
     assert violations(page, "dialog[open]") == []
@@ -107,6 +108,7 @@ def test_the_camera_takes_a_photo_and_searches(open_shop: OpenPage) -> None:
 
 def test_a_blocked_camera_shows_why_and_offers_a_file(open_shop: OpenPage) -> None:
     page = open_shop(before=lambda page: page.add_init_script(NO_CAMERA))
+    expect(page.get_by_test_id("sample")).to_have_count(8)  # the button no longer moves
     page.get_by_test_id("camera").click()
     expect(page.get_by_test_id("camera-text")).to_contain_text("The camera is blocked")
     with page.expect_file_chooser():

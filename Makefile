@@ -64,10 +64,10 @@ demo-sop: $(VENV)/.training  ## Stanford Online Products as a shop: ROOT=/data/S
 demo-grocery: $(VENV)/.training  ## Groceries as a shop: ROOT=/data/GroceryStoreDataset/dataset
 	$(DEMO) grocery $(SET_FLAGS)
 
-TEST_PROCESSES ?= 5
+TEST_PROCESSES ?= 4
 STATIC = tests/test_architecture.py tests/test_words.py tests/test_site.py
 
-test: $(VENV)/.dev  ## All tests but the long ones and those of make check, in TEST_PROCESSES=5 processes
+test: $(VENV)/.dev  ## All tests but the long ones and those of make check, in TEST_PROCESSES=4 processes
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --durations 10 \
 	  $(STATIC:%=--ignore %)
 

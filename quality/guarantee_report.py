@@ -162,10 +162,11 @@ def outlook(guarantee: Guarantee, accept: float, more: int) -> tuple[float, floa
     the chance that no decision is possible. From random draws.
     """
     rng, queries, shares = np.random.default_rng(0), guarantee.queries, list[float]()
-    for number in range(_DRAWS):
+    compute = decision_rule.__wrapped__  # nobody asks for these rules again
+    for _ in range(_DRAWS):
         drawn = [queries[n] for n in rng.integers(0, len(queries), len(queries) + more)]
-        labels = guarantee.model_copy(update={"queries": (*drawn,), "at": f"{number} of {more}"})
-        if not isinstance(rule := decision_rule(labels, float(accept)), str):
+        labels = guarantee.model_copy(update={"queries": (*drawn,)})
+        if not isinstance(rule := compute(labels, float(accept)), str):
             taken = sum(rule.takes(one.lead, one.best_kind) for one in queries)
             shares.append(taken / len(queries))
     return round(sum(shares) / _DRAWS, 4), (_DRAWS - len(shares)) / _DRAWS

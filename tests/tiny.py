@@ -1,6 +1,7 @@
 """Images and a model small enough for every test."""
 
 import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,14 @@ def encoded(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, kind, **options)
     return buffer.getvalue()
+
+
+def write_photos_as(root: Path, names: Sequence[str]) -> Path:
+    """Write a different photo under each name below `root`, which is returned."""
+    for number, name in enumerate(names):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(encoded(photo(number)))
+    return root
 
 
 def tiny_weights(seed: float = 0) -> np.ndarray:

@@ -12,7 +12,6 @@ import pytest
 from PIL import Image
 
 import kinlens
-from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.errors import (
     BundleNotFoundError,
     GalleryNotFoundError,
@@ -22,7 +21,7 @@ from kinlens.embedder.errors import (
     SourceError,
 )
 from kinlens.embedder.session import OnnxEmbedder
-from tests.tiny import TINY_DIM, encoded, photo, write_tiny_bundle
+from tests.tiny import TINY_DIM, encoded, photo, write_photos_as, write_tiny_bundle
 
 VECTORS = np.random.default_rng(0).standard_normal((2, TINY_DIM)).astype(np.float32)
 KEYS = ["a", "b"]
@@ -31,16 +30,7 @@ NAMES = ("cup/0.png", "hat/2.png", "loose.png")
 
 @pytest.fixture
 def shop(tmp_path: Path) -> Path:
-    root = tmp_path / "shop"
-    for number, name in enumerate(NAMES):
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_bytes(encoded(photo(number)))
-    return root
-
-
-@pytest.fixture(scope="module")
-def bundle(tiny_bundle: Bundle) -> OnnxEmbedder:
-    return kinlens.load_bundle(tiny_bundle.path)
+    return write_photos_as(tmp_path / "shop", NAMES)
 
 
 @pytest.fixture

@@ -24,21 +24,12 @@ from kinlens.embedder.programs.progress import console as err
 from kinlens.embedder.programs.progress import progress_bar as progress
 from kinlens.embedder.session import OnnxEmbedder
 from kinlens.indexer.types import Entry, Written
-from tests.tiny import TINY_DIM, encoded, photo
+from tests.tiny import TINY_DIM, encoded, photo, write_photos_as
 
 
 @pytest.fixture
 def shop(tmp_path: Path) -> Path:
-    root = tmp_path / "shop"
-    for number, name in enumerate(("cup/0.png", "cup/1.png", "hat/2.png", "loose.png")):
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_bytes(encoded(photo(number)))
-    return root
-
-
-@pytest.fixture(scope="module")
-def bundle(tiny_bundle: Bundle) -> OnnxEmbedder:
-    return kinlens.load_bundle(tiny_bundle.path)
+    return write_photos_as(tmp_path / "shop", ("cup/0.png", "cup/1.png", "hat/2.png", "loose.png"))
 
 
 @pytest.fixture

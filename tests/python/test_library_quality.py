@@ -10,7 +10,6 @@ import PIL.Image
 import pytest
 
 import kinlens
-from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.errors import (
     FilterError,
     GalleryCorruptError,
@@ -24,7 +23,7 @@ from kinlens.embedder.errors import (
 from kinlens.embedder.session import OnnxEmbedder
 from kinlens.indexer.galleries import uploads_folder
 from kinlens.library.upkeep import publish_changes
-from tests.tiny import encoded, photo
+from tests.tiny import encoded, photo, write_photos_as
 
 COUNT = 8
 
@@ -35,20 +34,11 @@ def page(shown: object) -> str:
     return html
 
 
-@pytest.fixture(scope="module")
-def bundle(tiny_bundle: Bundle) -> OnnxEmbedder:
-    return kinlens.load_bundle(tiny_bundle.path)
-
-
 @pytest.fixture
 def shop(tmp_path: Path) -> Path:
     """Two photos of each of four products."""
-    root = tmp_path / "shop"
-    for number in range(COUNT):
-        file = root / f"<b>{number // 2}" / f"{number}.png"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(encoded(photo(number)))
-    return root
+    names = [f"<b>{number // 2}/{number}.png" for number in range(COUNT)]
+    return write_photos_as(tmp_path / "shop", names)
 
 
 @pytest.fixture

@@ -30,26 +30,21 @@ from kinlens.quality.calibrator import Calibrator
 from tests.support.detectors import bright_photo, with_detector
 from tests.support.market import CALIBRATION
 from tests.support.words import with_tower
-from tests.tiny import TINY_DIM, encoded, photo
+from tests.tiny import TINY_DIM, photo, write_photos_as
 
 NAMES = ("cup/0.png", "cup/1.png", "hat/2.png", "hat/3.png", "hat/4.png", "loose.png")
 
 
 @pytest.fixture(scope="module")
 def shop(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("shop")
-    lines = ["key,path,price:number,colour"]
-    for number, name in enumerate(NAMES):
-        (root / name).parent.mkdir(exist_ok=True)
-        (root / name).write_bytes(encoded(photo(number)))
-        lines.append(f"{name},{name},{10 * number},{'red' if number % 2 else 'blue'}")
+    root = write_photos_as(tmp_path_factory.mktemp("shop"), NAMES)
+    rows = [
+        f"{name},{name},{10 * number},{'red' if number % 2 else 'blue'}"
+        for number, name in enumerate(NAMES)
+    ]
+    lines = ["key,path,price:number,colour", *rows]
     (root / "list.csv").write_text("\n".join(lines), encoding="utf-8")
     return root
-
-
-@pytest.fixture(scope="module")
-def bundle(tiny_bundle: Bundle) -> OnnxEmbedder:
-    return kinlens.load_bundle(tiny_bundle.path)
 
 
 @pytest.fixture(scope="module")

@@ -84,7 +84,8 @@ test-lowest: $(VENV)/.uv  ## All tests with the oldest version of each package t
 soak: $(VENV)/.dev  ## The long forms of the tests under load: HOURS=1
 	KINLENS_LONG_TESTS=1 $(BIN)/pytest tests/ui tests/http/test_schemathesis.py \
 	  tests/http/galleries/test_live_writes.py tests/promises/test_bar.py tests/units/test_decoding.py \
-	  tests/promises/test_quiet_machine.py tests/training/losses/test_laws.py --timeout 3600
+	  tests/promises/test_quiet_machine.py tests/training/losses/test_laws.py \
+	  tests/indexer/test_crash.py tests/indexer/test_publish.py --timeout 3600
 	KINLENS_LONG_TESTS=1 $(BIN)/pytest -m long --timeout 3600
 	$(BIN)/python scripts/soak.py $(if $(HOURS),--hours $(HOURS))
 

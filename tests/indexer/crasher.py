@@ -89,9 +89,11 @@ def operations(seed: int) -> Iterator[Operation]:
     while True:
         kind = str(rng.choice(kinds, p=[0.5, 0.1, 0.2, 0.1, 0.1]))
         keys = rng.choice(KEYS, size=int(rng.integers(1, 6)), replace=False)
+        # Half of the items share three images, which are one candidate of the index each.
+        contents = np.where(rng.random(len(keys)) < 0.5, 3, 10**9)
         entries = tuple(
-            (f"item-{key}", f"content-{rng.integers(10**9)}", int(rng.integers(100)))
-            for key in keys
+            (f"item-{key}", f"content-{rng.integers(most)}", int(rng.integers(100)))
+            for key, most in zip(keys, contents, strict=True)
         )
         yield Operation(kind, entries, int(rng.integers(0, 20)))
 

@@ -1,7 +1,9 @@
 """An immutable FAISS index over unit vectors, searched by inner product."""
 
+import contextlib
+import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 
@@ -31,12 +33,6 @@ from kinlens.indexer.types import REBUILD, Ids, Progress, Scores, StoredRows
 CHUNK = 65_536
 """Vectors that are compared, or added to codes, at a time."""
 
-# FAISS compares many queries in blocks and synchronises its threads after each. With blocks of
-# 1,024 x 16,384 (64 MB) they wait less than half as long as with its default of 4,096 x 1,024.
-faiss.cvar.distance_compute_blas_query_bs = 1_024
-faiss.cvar.distance_compute_blas_database_bs = 16_384
-
-
 CHUNK_BYTES = 64 * 2**20
 """Memory for the candidates of a batch of queries."""
 
@@ -55,6 +51,12 @@ _GPU_FACTOR = 2  # hits of the GPU (half precision) to rescore, as a multiple of
 _STEP_COST = 8  # cost of a graph step, in comparisons
 _HALF_IN_BLOCKS = 8  # queries above which half-precision vectors are compared in blocks
 _PARALLEL_FROM = 20_000  # vectors from which on a build uses all cores
+# FAISS compares many queries in blocks and synchronises its threads after each. With blocks of
+# 1,024 x 16,384 (64 MB) they wait less than half as long as with its default of 4,096 x 1,024.
+_LARGE_BLOCKS = {
+    "distance_compute_blas_query_bs": 1024,
+    "distance_compute_blas_database_bs": 16_384,
+}
 _BLOCK = 65_536  # bytes per write; with FAISS' default of 1 MiB, writing is half as fast
 
 
@@ -100,8 +102,8 @@ class SegmentIndex:
             if on_progress is not None:
                 on_progress(len(rows))
             return cls(plan.kind, vectors, None)
-        _set_threads(core_count() if len(rows) >= _PARALLEL_FROM else 1)
-        codes = index_type.codes(vectors, rows, plan.parameters)
+        with _threads(core_count() if len(rows) >= _PARALLEL_FROM else 1):
+            codes = index_type.codes(vectors, rows, plan.parameters)
         _grow(codes, vectors, rows, on_progress)
         return cls(plan.kind, vectors, codes)
 
@@ -210,26 +212,31 @@ class SegmentIndex:
         Raises: InvalidParameterError.
         """
         queries, k = self._checked(queries, k)
-        if allowed is None:
-            if self._top is self._flat and not self.is_on_gpu:
-                return self._brute_force(queries, k)
-            return self._searched(queries, k, effort, None, self.size, (k,))
-        count = count_of(allowed, self.size)
-        # Over-fetch and filter: faster than FAISS with a bitmap. If the filter excludes the nearest
-        # vectors, too few hits remain and the search is repeated, so recall does not suffer.
-        wide = int(_OVERFETCH * k * self.size / max(1, count)) + _MIN_OVERFETCH
-        is_scan = self._type.is_scan and not (wide <= MAX_K and self.is_on_gpu)
-        part = SCAN_EXACT_PART if is_scan else EXACT_PART
-        if count <= max(EXACT_BELOW, part * self.size) or (is_scan and len(queries) == 1):
-            return self._brute_force(queries, k, allowed)
-        return self._searched(queries, k, effort, allowed, count, (wide, _SECOND_OVERFETCH * wide))
+        with _threads(len(queries)):
+            if allowed is None:
+                if self._top is self._flat and not self.is_on_gpu:
+                    return self._brute_force(queries, k)
+                return self._searched(queries, k, effort, None, self.size, (k,))
+            count = count_of(allowed, self.size)
+            # Over-fetch and filter: faster than FAISS with a bitmap. If the filter excludes the
+            # nearest vectors, too few hits remain and the search is repeated, so recall does not
+            # suffer.
+            wide = int(_OVERFETCH * k * self.size / max(1, count)) + _MIN_OVERFETCH
+            is_scan = self._type.is_scan and not (wide <= MAX_K and self.is_on_gpu)
+            part = SCAN_EXACT_PART if is_scan else EXACT_PART
+            if count <= max(EXACT_BELOW, part * self.size) or (is_scan and len(queries) == 1):
+                return self._brute_force(queries, k, allowed)
+            widths = wide, _SECOND_OVERFETCH * wide
+            return self._searched(queries, k, effort, allowed, count, widths)
 
     def exact(self, queries: Embeddings, k: int, allowed: Bits | None = None) -> tuple[Scores, Ids]:
         """The exact results of `search`: compares with all vectors, or with those in `allowed`.
 
         Raises: InvalidParameterError.
         """
-        return self._brute_force(*self._checked(queries, k), allowed)
+        queries, k = self._checked(queries, k)
+        with _threads(len(queries)):
+            return self._brute_force(queries, k, allowed)
 
     def vectors(self, positions: Ids) -> Embeddings:
         """The full-precision vectors (N, D) at known positions (N,)."""
@@ -361,15 +368,10 @@ class SegmentIndex:
         return _chunked(search, queries, k * hardest.k_factor)
 
     def _checked(self, queries: Embeddings, k: int) -> tuple[Embeddings, int]:
-        """Check queries and `k`, and set the number of threads.
-
-        A single query gets one thread: a second one makes it ten times slower.
-        """
         if k < 1:
             raise InvalidParameterError(f"k = {k} must be at least 1.")
         queries = np.ascontiguousarray(queries, dtype=np.float32)
         _check(queries, self.dim)
-        _set_threads(1 if len(queries) == 1 else min(len(queries), core_count()))
         return queries, min(k, self.size)
 
 
@@ -382,7 +384,6 @@ def range_search(
     """
     if not len(vectors):
         return np.empty(0, np.int64)
-    _set_threads(1)
     # FAISS returns scores above its radius; both are single precision.
     radius = np.float32(least)
     if float(radius) >= least:
@@ -391,7 +392,9 @@ def range_search(
     if allowed is not None:
         parameters = faiss.SearchParameters(sel=faiss.IDSelectorBitmap(allowed))
     found = faiss.RangeSearchResult(1)
-    _flat_over(vectors).range_search_c(1, faiss.swig_ptr(query), float(radius), found, parameters)
+    index, pointer = _flat_over(vectors), faiss.swig_ptr(query)
+    with _threads(1):
+        index.range_search_c(1, pointer, float(radius), found, parameters)
     count = int(faiss.rev_swig_ptr(found.lims, 2)[1])
     if not count:
         return np.empty(0, np.int64)
@@ -516,10 +519,10 @@ def _refined(codes: faiss.Index, flat: faiss.IndexFlatCodes) -> faiss.Index:
 
 def _grow(codes: faiss.Index, vectors: StoredRows, rows: Ids, on_progress: Progress | None) -> None:
     """Add these rows of `vectors` to codes that do not have them yet."""
-    _set_threads(core_count() if len(rows) >= _PARALLEL_FROM else 1)
     for start in range(0, len(rows), CHUNK):
         batch = rows[start : start + CHUNK]
-        codes.add_with_ids(full(vectors[batch]), batch)
+        with _threads(core_count() if len(rows) >= _PARALLEL_FROM else 1):
+            codes.add_with_ids(full(vectors[batch]), batch)
         if on_progress is not None:
             on_progress(len(batch))
 
@@ -543,9 +546,50 @@ def _read_codes(path: Path, index_type: IndexType, shape: tuple[int, int]) -> fa
     return codes
 
 
-def _set_threads(count: int) -> None:
-    """Set the number of OpenMP threads of FAISS for the calling thread."""
-    faiss.omp_set_num_threads(max(1, count))
+class _LargeBlocks:
+    """While at least one thread compares many queries, FAISS has larger blocks."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._before: dict[str, int] = {}
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._users += 1
+            if self._users == 1:
+                self._before = {name: getattr(faiss.cvar, name) for name in _LARGE_BLOCKS}
+                self._set(_LARGE_BLOCKS)
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._users -= 1
+            if not self._users:
+                self._set(self._before)
+
+    @staticmethod
+    def _set(sizes: Mapping[str, int]) -> None:
+        for name, size in sizes.items():
+            setattr(faiss.cvar, name, size)
+
+
+_large_blocks = _LargeBlocks()
+
+
+@contextlib.contextmanager
+def _threads(most: int) -> Iterator[None]:
+    """Let FAISS use this number of threads, or all cores; afterwards what its host has set.
+
+    A single query gets one thread: a second one makes it ten times slower.
+    """
+    before = faiss.omp_get_max_threads()
+    count = 1 if most <= 1 else min(most, core_count())
+    faiss.omp_set_num_threads(count)  # of the calling thread alone
+    try:
+        with contextlib.nullcontext() if count == 1 else _large_blocks:
+            yield
+    finally:
+        faiss.omp_set_num_threads(before)
 
 
 def _check(vectors: StoredRows, dim: int) -> None:

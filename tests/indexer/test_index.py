@@ -1,5 +1,7 @@
 """The index of each kind: its answers, the least effort that reaches the target, its plan."""
 
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -323,3 +325,68 @@ def test_rows_added_after_others_were_removed_are_found_as_often(tmp_path, vecto
         _, found = updated.search(vectors[rows], 10, every)
         shares.append((found == rows[:, None]).any(axis=1).mean())
     assert shares[1] > 0.9 * shares[0]
+
+
+HOST = """
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import faiss
+import numpy as np
+
+faiss.omp_set_num_threads(3)
+faiss.cvar.distance_compute_blas_query_bs = 512
+faiss.cvar.distance_compute_blas_database_bs = 2048
+
+
+def settings(_=None):
+    sizes = faiss.cvar.distance_compute_blas_query_bs, faiss.cvar.distance_compute_blas_database_bs
+    return faiss.omp_get_max_threads(), *sizes
+
+
+mine = settings()
+import kinlens.indexer.index.faiss as engine
+from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.index.plan import IndexSettings
+from kinlens.indexer.types import SearchOptions
+from tests.indexer.oracle import BUNDLE, clumped, entry
+
+engine.EXACT_BELOW, engine._PARALLEL_FROM = 0, 100
+engine.core_count = lambda: 2
+seen, compare = set(), engine.found_by
+
+
+def found_by(*arguments):
+    seen.add(settings())
+    return compare(*arguments)
+
+
+engine.found_by = found_by
+rows = clumped(1500, 16)
+gallery = Gallery.create(Path(sys.argv[1]), name="shop", bundle_id=BUNDLE, dim=16)
+gallery.add(entry(f"k{n}", row, {"n": n}) for n, row in enumerate(rows[:1400]))
+for kind in ("flat", "hnsw", "ivf-pq"):
+    gallery.compact(IndexSettings(kind, target_recall=0.5))
+    assert settings() == mine, (kind, settings())
+    gallery.add([entry(f"{kind}{n}", row) for n, row in enumerate(rows[1400:1410])])
+    for count in (1, 40):
+        for options in ({}, {"exact": True}, {"where": "n < 900"}, {"min_score": 0.9}):
+            gallery.search(rows[:count], 5, SearchOptions(**options))
+            assert settings() == mine, (kind, count, options, settings())
+    gallery.facets(["n"], rows[:1], SearchOptions(min_score=0.9))
+    with ThreadPoolExecutor(8) as pool:
+        for _ in pool.map(lambda n: gallery.search(rows[: n % 9], 5), range(400)):
+            pass
+    try:
+        gallery.search(rows[:40, :3], 5)
+    except Exception:
+        pass
+    assert settings() == mine, (kind, settings())
+assert {(1, 512, 2048), (2, 1024, 16384)} <= seen, seen
+"""
+
+
+def test_a_program_that_uses_faiss_itself_finds_its_own_settings_again(tmp_path: Path) -> None:
+    """The threads are those of a thread, the sizes of blocks those of the process."""
+    subprocess.run([sys.executable, "-c", HOST, tmp_path / "shop"], timeout=120, check=True)

@@ -11,7 +11,6 @@ not repeated.
 """
 
 import io
-import json
 import tempfile
 from dataclasses import replace
 from itertools import product
@@ -20,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from harness import grocery_photos, heading, options, row, shared_folder, skip
+from harness import grocery_photos, heading, keep, options, records, row, shared_folder, skip
 from PIL import Image, ImageFilter
 from scipy import stats
 
@@ -77,9 +76,7 @@ def main() -> None:
     )
     if (shared := shared_folder()) is None:
         skip("needs the images and weights of $KINLENS_SHARED")
-    found: Records = {}
-    if args.json is not None and args.json.is_file():
-        found = json.loads(args.json.read_text())
+    found: Records = records(args.json)
     cells = product(args.images, args.trunks, range(args.seeds), args.additions)
     for data, trunk, seed, addition in cells:
         key = f"{data}|{trunk}|{addition}|{seed}"
@@ -91,8 +88,7 @@ def main() -> None:
             print(f"{key}: {error}", flush=True)
             continue
         print(key, found[key], flush=True)
-        if args.json is not None:
-            args.json.write_text(json.dumps(dict(sorted(found.items())), indent=2) + "\n")
+        keep(found, args.json)
     report(found)
 
 

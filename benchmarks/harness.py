@@ -7,6 +7,7 @@ table in docs/ that it makes, and `python benchmarks` runs each of them once at 
 import argparse
 import contextlib
 import itertools
+import json
 import os
 import random
 import shlex
@@ -31,6 +32,7 @@ from kinlens.embedder.types import Embeddings
 from kinlens.indexer.index.plan import IndexSettings
 from kinlens.indexer.ingest.build import import_gallery
 from kinlens.indexer.types import AttributeValue, Entry, GalleryExport, Ids, VectorType
+from kinlens.training.folder import replace_json
 
 BIN = Path(sys.executable).parent
 SKIPPED = 77
@@ -87,6 +89,20 @@ def skip(reason: str) -> NoReturn:
 
 
 # The table
+
+
+def records(path: Path | None) -> dict[str, Any]:
+    """The records of earlier calls, which are not repeated, by their names."""
+    if path is None or not path.is_file():
+        return {}
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def keep(found: Mapping[str, Any], path: Path | None) -> None:
+    """Write the records so far, in the order of their names, if there is a file for them."""
+    if path is not None:
+        replace_json(path, dict(sorted(found.items())))
 
 
 def heading(*names: str) -> None:

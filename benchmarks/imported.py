@@ -7,7 +7,6 @@ do it, and imported. Shops are all groceries and all cars of the shared images, 
 photos of each. `adapt` learns half of the products; a seed draws the halves.
 """
 
-import json
 import tempfile
 import time
 from collections import defaultdict
@@ -16,13 +15,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from harness import grocery_photos, heading, options, row, shared_folder, skip
+from harness import grocery_photos, heading, keep, options, records, row, shared_folder, skip
 from torch import nn
 
 import kinlens
 from kinlens.training.config.job import load_job
 from kinlens.training.data.load import load_split
-from kinlens.training.folder import read_result, replace_json
+from kinlens.training.folder import read_result
 from kinlens.training.models.backbones import read_weights
 
 FIGURES = ("R@1", "MAP@R", "gain low", "gain high")
@@ -33,9 +32,7 @@ def main() -> None:
     shared = shared_folder()
     if shared is None:
         skip("needs the images and weights of $KINLENS_SHARED")
-    found: dict[str, dict[str, Any]] = {}
-    if args.json is not None and args.json.is_file():
-        found = json.loads(args.json.read_text(encoding="utf-8"))
+    found: dict[str, dict[str, Any]] = records(args.json)
     with tempfile.TemporaryDirectory() as name:
         folder, base = Path(name), Path(name, "imported")
         _import(shared, folder, base)
@@ -46,8 +43,7 @@ def main() -> None:
                 if key not in found:
                     found[key] = _adapt(photos, base, folder / key.replace(" ", "-"), seed)
                     print(key, found[key], flush=True)
-                if args.json is not None:
-                    replace_json(args.json, dict(sorted(found.items())))
+                    keep(found, args.json)
     heading("shop, photos, seed", "R@1 imported", "adapted", "95 % interval", "MAP@R", "CPU s")
     for key, run in found.items():
         before, after = run["imported"], run["adapted"]

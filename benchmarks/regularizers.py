@@ -12,10 +12,9 @@ row differs from its baseline only in the regularizer. Records in the JSON file 
 
 Earlier records have more figures. A difference is paired by seed. A bold one is not zero by
 Student's 95 % interval, corrected for all comparisons of the table (Bonferroni).
-docs/results.md has hypotheses and outcomes.
+docs/results/hypotheses.csv and regularizers.md have hypotheses and outcomes.
 """
 
-import json
 import tempfile
 import tomllib
 from argparse import Namespace
@@ -26,7 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
-from harness import grocery_photos, heading, options, row, shared_folder, skip
+from harness import grocery_photos, heading, keep, options, records, row, shared_folder, skip
 from numpy.typing import NDArray
 from scipy import stats
 
@@ -93,8 +92,7 @@ def main() -> None:
     )
     if (shared := shared_folder()) is None:
         skip("needs the images and weights of $KINLENS_SHARED")
-    has_records = args.json is not None and args.json.is_file()
-    found: dict[str, Figures] = json.loads(args.json.read_text()) if has_records else {}
+    found: dict[str, Figures] = records(args.json)
     for cell in (cell for cell in cells_of(args) if cell.name not in found):
         try:
             found[cell.name] = run(cell, shared, args.classes)
@@ -102,8 +100,7 @@ def main() -> None:
             print(f"{cell.name}: {error}", flush=True)
             continue
         print(f"{cell.name:70} R@1 {found[cell.name]['R@1']:.1f}", flush=True)
-        if args.json is not None:
-            args.json.write_text(json.dumps(dict(sorted(found.items())), indent=2) + "\n")
+        keep(found, args.json)
     report(found)
 
 

@@ -11,7 +11,6 @@ The rule of `adapt` was chosen on shops of one half of the classes, `--half choo
 `--half held` were looked at once, after that. Runs in the JSON file are not repeated.
 """
 
-import json
 import tempfile
 import time
 import zlib
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import grocery_photos, heading, options, row, shared_folder, skip
+from harness import grocery_photos, heading, keep, options, records, row, shared_folder, skip
 from scipy.io import loadmat
 from torch.nn import functional
 
@@ -31,7 +30,6 @@ from kinlens.training.config.job import load_job
 from kinlens.training.data.load import load_split
 from kinlens.training.evaluation.evaluate import embed, pooled
 from kinlens.training.evaluation.retrieval import retrieval
-from kinlens.training.folder import replace_json
 from kinlens.training.models.from_bundle import new_network
 from kinlens.training.report.log import Callback
 from kinlens.training.runner import run_job
@@ -66,9 +64,7 @@ def main() -> None:
     shared = shared_folder()
     if shared is None:
         skip("needs the images and weights of $KINLENS_SHARED")
-    found: dict[str, dict[str, Any]] = {}
-    if args.json is not None and args.json.is_file():
-        found = json.loads(args.json.read_text(encoding="utf-8"))
+    found: dict[str, dict[str, Any]] = records(args.json)
     with tempfile.TemporaryDirectory() as name:
         kinds = _kinds(shared, Path(name), args.half)
         draws = product(SHOPS[: args.shops], args.trunks, range(args.seeds), args.methods)
@@ -81,8 +77,7 @@ def main() -> None:
                 settings += [f"data.root={folder / 'shop'}", f"seed={seed}"]
                 found[key] = _run(method, settings, folder / "run")
                 print(key, found[key], flush=True)
-            if args.json is not None:
-                replace_json(args.json, dict(sorted(found.items())))
+                keep(found, args.json)
     _print(found)
 
 

@@ -101,6 +101,33 @@ def test_a_setting_without_effect_is_refused_with_what_it_needs(
     assert job_of(path, [f"{table}.{setting}", *CURES[table]])
 
 
+@pytest.mark.parametrize(
+    ("others", "idle", "cure"),
+    [
+        ([], "protocol.alpha=0.5", "protocol.choose_by=alpha"),
+        ([], "start.images=50", "start.projection=trunk"),
+        (["model.frozen_trunk=true", "model.views=1"], "input.colour=0.4", "model.views=4"),
+        (["{skewed}.weight=1"], "{skewed}.exponent=3", "{skewed}.kind=r2"),
+        (["{skewed}.weight=1"], "{skewed}.delta=0.3", "{skewed}.hinge=true"),
+        (["{skewed}.kind=distance"], "{skewed}.gamma=3", "{skewed}.kind=log_exp"),
+        (["{skewed}.kind=r2"], "{skewed}.hinge=true", "{skewed}.kind=r1"),
+        (["{determinant}.penalty=log_det"], "{determinant}.depth=mean", "{determinant}.penalty=r"),
+    ],
+)
+def test_a_setting_that_another_one_idles_is_refused(
+    tmp_path: Path, others: list[str], idle: str, cure: str
+) -> None:
+    path, names = tmp_path / "job.toml", ("skewed_mean", "determinant")
+    path.write_text(MINIMAL)
+    tables = {name.partition("_")[0]: f"regularizers.{name}" for name in names}
+    *others, idle, cure = (text.format(**tables) for text in (*others, idle, cure))
+    assert job_of(path, others)
+    name, needed = idle.partition("=")[0], cure.partition("=")[0].rpartition(".")[2]
+    with pytest.raises(JobError, match=rf"{re.escape(name)} = .* no effect here: .*{needed}"):
+        job_of(path, [*others, idle])
+    assert job_of(path, [*others, idle, cure])
+
+
 CURES = {
     "optimizer": [
         "optimizer.epochs=40",

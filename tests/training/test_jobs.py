@@ -20,6 +20,15 @@ from tests.training.jobs import TINY_TRUNK
 
 NAMES = job_names()
 TOURNAMENTS = JOBS / "tournaments"
+OF_PAPERS = [
+    *JOBS.glob("methods/*.toml"),
+    *JOBS.glob("spaces/*.toml"),
+    *(
+        path
+        for of in ("determinant-", "graph-", "nir-", "skewed-", "ten-losses")
+        for path in TOURNAMENTS.glob(f"{of}*.toml")
+    ),
+]
 HEADED = sorted({*JOBS.rglob("*.toml")} - {*JOBS.glob("data/*.toml")})
 
 
@@ -150,11 +159,18 @@ def test_every_job_is_described_and_survives_writing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", HEADED, ids=lambda path: path.stem)
-def test_every_job_and_grid_opens_with_command_machine_time_and_expectation(path: Path) -> None:
+def test_every_job_and_grid_opens_with_command_machine_time_expectation_and_deviations(
+    path: Path,
+) -> None:
     head = path.read_text().split("\n\n")[0]
     for word in ("command", "machine", "time", "expected"):
         assert f"# {word} " in head, f"{path.stem} does not say its {word}"
     assert path.stem in head.split("# command")[1].splitlines()[0]
+    if path in OF_PAPERS:
+        deviations = re.search(r"# deviates  (.+)", head)
+        assert deviations, f"{path.stem} does not say what deviates from its paper"
+        for other in re.findall(r"[\w-]+\.toml", deviations[1]):
+            assert (path.parent / other) in OF_PAPERS
     if path.parent == TOURNAMENTS:
         assert f"tournament training/jobs/tournaments/{path.name} --out" in head
         runs = re.search(r"\b(\d+) runs\b", head)

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ from kinlens.training.config.settings import BACKBONE_NAMES, ONNX
 from kinlens.training.parts.own import is_own
 
 _OF_STEPS = ("loss", "regularizers", "sampling", "optimizer", "model.hidden")
+_OF_VIEWS = (
+    "crop", "min_crop_area", "flip", "colour", "blur_px", "jpeg_quality", "erase", "augment",
+)  # fmt: skip
 _TABLES = {"model", "start", "input", "sampling", "optimizer", "protocol", "runtime"}
 
 
@@ -70,8 +74,11 @@ def without_steps(job: Job, given: Collection[str]) -> list[str]:
 
 def idle(job: Job) -> dict[str, str]:
     """All settings that have no effect whatever their value, with what they need."""
+    from kinlens.training.regularizers.table import REGULARIZERS  # imports torch
+
     model, optimizer, kind = job.model, job.optimizer, job.sampling.kind
     no_mode = model.weights == "none" and model.backbone in BACKBONE_NAMES
+    start = job.start
     own = is_own(job.loss.name) or bool(job.regularizers.own)
     rules = {
         "model.weights": (
@@ -79,6 +86,11 @@ def idle(job: Job) -> dict[str, str]:
             f'random weights never learn with model.batch_norm = "{model.batch_norm}", as their '
             'batch norm has no statistics; set model.batch_norm = "train"',
         ),
+        "start.images": (
+            start.projection == "random" and start.proxies == "random",
+            'set start.projection = "trunk"',
+        ),
+        "protocol.alpha": (job.protocol.choose_by != "alpha", 'set protocol.choose_by = "alpha"'),
         "model.pooling": (model.backbone == ONNX, "an imported network has its own pooling"),
         "model.views": (not model.frozen_trunk, "set model.frozen_trunk = true"),
         "model.frozen_stages": (model.frozen_trunk, "set model.frozen_trunk = false"),
@@ -107,7 +119,14 @@ def idle(job: Job) -> dict[str, str]:
             f"the trunk would never be trained in {optimizer.epochs} epochs; lower it",
         ),
     }
-    return {name: cure for name, (is_dead, cure) in rules.items() if is_dead}
+    if model.frozen_trunk and model.views == 1:
+        rules |= {f"input.{name}": (True, "set model.views = 4") for name in _OF_VIEWS}
+    found = {name: cure for name, (is_dead, cure) in rules.items() if is_dead}
+    for name, options in job.regularizers.wanted().items():
+        if name in REGULARIZERS:
+            for option, cure in REGULARIZERS[name].idle(options).items():
+                found[f"regularizers.{name}.{option}"] = cure
+    return found
 
 
 def _learns(loss: str) -> bool:
@@ -117,10 +136,15 @@ def _learns(loss: str) -> bool:
 
 
 def _value(job: Job, name: str) -> Any:
-    table, _, key = name.partition(".")
-    return getattr(getattr(job, table), key)
+    *_, value = _path(job, name)
+    return value
 
 
 def _is_default(job: Job, name: str) -> bool:
-    table, _, key = name.partition(".")
-    return bool(_value(job, name) == type(getattr(job, table)).model_fields[key].default)
+    *_, table, value = _path(job, name)
+    return bool(value == type(table).model_fields[name.rpartition(".")[2]].default)
+
+
+def _path(job: Job, name: str) -> list[Any]:
+    """The job, each table on the way to a setting, and its value."""
+    return [*accumulate(name.split("."), getattr, initial=job)]

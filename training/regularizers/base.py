@@ -35,6 +35,12 @@ class Regularizer(nn.Module):
         del options
         return cls.needs
 
+    @classmethod
+    def idle(cls, options: Any) -> Mapping[str, str]:
+        """The options of a job without effect next to its others, each with what it needs."""
+        del options
+        return {}
+
     def begin_epoch(self, epoch: int) -> None:
         """Called before each epoch with the number of finished ones."""
 

@@ -1,7 +1,7 @@
 """Determinant regularization: two opposed flows, one pushed to contract, one to expand."""
 
-from collections.abc import Callable
-from typing import Annotated, Literal, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field
@@ -95,6 +95,10 @@ class DeterminantRegularizer(Regularizer):
         self.eps, self.neighbours, self.direction = eps, neighbours, direction
         self.penalty, self.same_class, self.depth = penalty, same_class, depth
         self.second_flow = build_flow(flow, dim)
+
+    @classmethod
+    def idle(cls, options: Any) -> Mapping[str, str]:
+        return {} if options.penalty == "r" else {"depth": "set penalty = 'r'"}
 
     def forward(self, z: Tensor, labels: Tensor, first_flow: nn.Module) -> DuelOutput:
         among = labels if self.same_class else None

@@ -16,6 +16,11 @@ from kinlens.training.regularizers.base import Regularizer
 _SMALLEST_DISTANCE = 1e-3  # nearer centres do not push: the formulas' gradients are infinite there
 _SMALLEST_SIMILARITY = 1e-6
 _SMALLEST_SUM = 1e-4
+_SHARP, _POWER = ("r1", "log_exp"), ("r2", "distance")
+_READ_BY = {
+    "gamma": _SHARP, "delta": _SHARP, "hinge": _SHARP, "exponent": _POWER, "pairs": ("hard",),
+}  # fmt: skip
+_HINGED = "set hinge = true, since it only shifts the mean"
 
 
 class SkewedMeanRegularizer(Regularizer):
@@ -65,6 +70,15 @@ class SkewedMeanRegularizer(Regularizer):
     @classmethod
     def needs_with(cls, options: Any) -> Mapping[str, str]:
         return cls.needs if options.centres == "proxies" else {}
+
+    @classmethod
+    def idle(cls, options: Any) -> Mapping[str, str]:
+        found = {
+            name: f"set kind = {' or '.join(map(repr, kinds))}"
+            for name, kinds in _READ_BY.items()
+            if options.kind not in kinds
+        }
+        return found if "hinge" in found or options.hinge else {**found, "delta": _HINGED}
 
     def sites(self, loss: nn.Module) -> list[Tensor]:
         return [loss.proxies] if self.centres == "proxies" and isinstance(loss, ProxyLoss) else []

@@ -37,7 +37,9 @@ def compact(
     changes them.
     """
     with contextlib.closing(Gallery.open(gallery)) as opened:
-        report = upkeep.compact(opened, rebuild=rebuild, shown=True, **index.choice)
+        report = upkeep.compact(
+            opened, rebuild=rebuild, warn=stores.note, shown=True, **index.choice
+        )
     yield report
 
 

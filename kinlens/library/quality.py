@@ -394,12 +394,12 @@ def _method(
     of: Callable[[Any], X], function: Callable[Concatenate[X, P], R]
 ) -> Callable[Concatenate[Any, P], R]:
     """A function as a method; `of` is what the function takes first of the gallery."""
-    has_bar = "shown" in signature(function).parameters
+    taken = {"shown", "warn"} & signature(function).parameters.keys()
 
     @wraps(function)
     def method(self: Searcher, /, *args: P.args, **options: P.kwargs) -> R:
-        if has_bar:
-            options.setdefault("shown", self.shown)
+        for name in taken:
+            options.setdefault(name, getattr(self, name))
         return function(of(self), *args, **options)
 
     return method

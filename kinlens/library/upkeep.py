@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -54,7 +55,6 @@ from kinlens.indexer.types import (
 from kinlens.indexer.uploads import UploadFolder
 from kinlens.library import stores
 from kinlens.library.bundles import bundle_folder, user_path
-from kinlens.quality.calibrator import Calibrator
 from kinlens.quality.golden import GoldenSet
 from kinlens.reports import Report
 
@@ -69,13 +69,15 @@ def compact(
     gallery: Gallery,
     *,
     rebuild: bool = False,
+    warn: stores.Say = warnings.warn,
     shown: bool | None = None,
     **index: Unpack[IndexChoice],
 ) -> CompactReport:
     """Write added items to the index and erase removed ones, while the gallery is in use.
 
     Erased items cannot be restored. Nothing is done if nothing has changed, unless `rebuild` or a
-    choice of the index is given. What is not chosen stays as it is.
+    choice of the index is given. What is not chosen stays as it is. Afterwards the probabilities
+    are fitted again if they are outdated; `warn` is called with a text if that fails.
 
     Raises: PlanError, RecallError, GalleryBusyError, GalleryConflictError, GalleryWriteError.
     """
@@ -91,8 +93,8 @@ def compact(
         plan_index(gallery.size, gallery.dim, settings, gallery.vector_type)
     with progress_bar(facts.size, "Indexing", shown=shown) as advance:
         report = gallery.compact(settings, wait=True, from_scratch=rebuild, on_progress=advance)
-    Calibrator(gallery).fit_if_outdated()
     UploadFolder(gallery.path).sweep()  # images of items that are erased now
+    stores.fit_probabilities(gallery, warn)
     return report
 
 

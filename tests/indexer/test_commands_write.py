@@ -1,5 +1,6 @@
 """The commands that make, change, check and copy a gallery: what they print, do and refuse."""
 
+import hashlib
 import json
 import re
 import shutil
@@ -7,12 +8,17 @@ from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from kinlens.embedder.errors import GalleryWriteError
 from kinlens.indexer.filters.tree import Equals
 from kinlens.indexer.galleries import current_generation
 from kinlens.indexer.gallery import Gallery
+from kinlens.indexer.types import Entry
+from kinlens.indexer.uploads import UploadFolder
+from kinlens.quality.calibrator import Calibrator
 from tests.indexer.conftest import (
     Run,
     failure,
@@ -234,6 +240,24 @@ def test_verify_exits_with_zero_or_one(run, built, shop) -> None:
     assert "5 of 6 checked items" in bad.stdout
     assert run("verify", built).exit_code == 0
     assert "2 of 2 checked items" in run("verify", built, "--sample", "2").stdout
+
+
+def test_a_compaction_deletes_erased_images_although_probabilities_cannot_be_fitted(
+    run, built, monkeypatch
+) -> None:
+    data, vector = encoded(photo(99)), units(1, dim=32)[0]
+    name, uploads = hashlib.sha256(data).hexdigest(), UploadFolder(built)
+    with closing(Gallery.open(built)) as gallery, uploads.storing({name: data}):
+        gallery.add([Entry("uploaded", vector, name, format="PNG")])
+    assert uploads.has(name)
+    run("remove", built, "uploaded")
+    fail = Mock(side_effect=GalleryWriteError("No space is left."))
+    monkeypatch.setattr(Calibrator, "fit_if_outdated", fail)
+    result = run("compact", built)
+    assert result.exit_code == 0
+    assert "Index flat of 6 items" in result.stdout
+    assert "the upkeep of the gallery failed: No space is left." in " ".join(result.stderr.split())
+    assert not uploads.has(name)
 
 
 def test_compact_takes_in_what_came_since_and_says_the_recall(run, built, shop) -> None:

@@ -9,19 +9,22 @@ the shop ("all"). Results are right first answers, of the trunk and of the model
 
 The rule of `adapt` was chosen on shops of one half of the classes, `--half choose`; those of
 `--half held` were looked at once, after that. Runs in the JSON file are not repeated.
+With `--other` products of one kind are learnt, and those of another kind are searched.
 """
 
 import tempfile
 import time
 import zlib
 from collections import defaultdict
-from itertools import product
+from itertools import permutations, product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from harness import grocery_photos, heading, keep, options, records, row, shared_folder, skip
 from scipy.io import loadmat
+from torch import nn
 from torch.nn import functional
 
 from kinlens.rendered.catalogue import class_name, render_view
@@ -33,6 +36,7 @@ from kinlens.training.evaluation.retrieval import retrieval
 from kinlens.training.models.from_bundle import new_network
 from kinlens.training.report.log import Callback
 from kinlens.training.runner import run_job
+from kinlens.training.start import whiten_within, whitening_helps
 
 Kinds = dict[str, dict[str, list[Path]]]
 
@@ -53,17 +57,22 @@ SHOPS = (  # kind, classes, images of each at most
     ("make", 20, 8), ("category", 6, 25), ("category", 12, 25), ("category", 16, 50),
     ("shape", 6, 25), ("categories", 12, 25), ("categories", 24, 6),
 )  # fmt: skip
-WAYS = ("alone", "all")
+OTHERS = (
+    ("cars", 80, 12), ("grocery", 81, 10), ("drawn", 40, 8), ("category", 16, 25), ("body", 8, 50),
+)  # fmt: skip
 
 
 def main() -> None:
     args = options(
         __doc__, seeds=1, shops=len(SHOPS), methods=["adapt"], trunks=[*TRUNKS],
-        half="held", json=None,
+        half="held", other=False, json=None,
     )  # fmt: skip
     shared = shared_folder()
     if shared is None:
         skip("needs the images and weights of $KINLENS_SHARED")
+    if args.other:
+        _learn_one_kind_and_search_another(shared, args.trunks)
+        return
     found: dict[str, dict[str, Any]] = records(args.json)
     with tempfile.TemporaryDirectory() as name:
         kinds = _kinds(shared, Path(name), args.half)
@@ -73,12 +82,53 @@ def main() -> None:
             if key not in found:
                 folder = Path(name, f"{number}")
                 _draw(kinds[shop[0]], *shop[1:], seed, folder / "shop")
-                settings = [x.replace("{weights}", f"{shared / 'weights'}") for x in TRUNKS[trunk]]
-                settings += [f"data.root={folder / 'shop'}", f"seed={seed}"]
+                settings = [*_settings(trunk, shared, folder / "shop"), f"seed={seed}"]
                 found[key] = _run(method, settings, folder / "run")
                 print(key, found[key], flush=True)
                 keep(found, args.json)
     _print(found)
+
+
+def _settings(trunk: str, shared: Path, shop: Path) -> list[str]:
+    settings = [x.replace("{weights}", f"{shared / 'weights'}") for x in TRUNKS[trunk]]
+    return [*settings, f"data.root={shop}"]
+
+
+def _learn_one_kind_and_search_another(shared: Path, trunks: list[str]) -> None:
+    """Right first answers of each trunk and of its whitening, where it is proven."""
+    heading("trunk", "learns", "searched", "photos", "alone", "all")
+    with tempfile.TemporaryDirectory() as name:
+        kinds: Kinds = defaultdict(dict)
+        for half in ("choose", "held"):
+            for kind, classes in _kinds(shared, Path(name, half), half).items():
+                kinds[kind] |= classes
+        for trunk in trunks:
+            shops = {}
+            for kind, count, images in OTHERS:
+                folder = Path(name, trunk, kind)
+                _draw(kinds[kind], count, images, 0, folder)
+                job = load_job("adapt", _settings(trunk, shared, folder))
+                whole = load_split(job.data)
+                net, parts = new_network(job), [whole.train, whole.test]
+                labels = [whole.train.labels, whole.test.labels + whole.train.classes]
+                features = torch.cat([pooled(net, part, job) for part in parts])
+                shops[kind] = features, np.concatenate(labels)
+            for learnt, other in permutations(shops, 2):
+                (x, of_x), (y, of_y) = shops[learnt], shops[other]
+                if whitening_helps(x, of_x, seed=0):
+                    layer = nn.Linear(x.shape[1], x.shape[1]).requires_grad_(False)
+                    whiten_within(layer, x, of_x)
+                    both, labels = torch.cat([y, x]), np.concatenate([of_y, of_x + of_y.max() + 1])
+                    cells = [
+                        f"{_right(z, of_z, len(y))} -> {_right(layer(z), of_z, len(y))}"
+                        for z, of_z in ((y, of_y), (both, labels))
+                    ]
+                    row(trunk, learnt, other, len(y), *cells)
+
+
+def _right(vectors: torch.Tensor, labels: np.ndarray, queries: int) -> int:
+    """Right first answers of the first `queries` vectors, each searched among all others."""
+    return int((retrieval(functional.normalize(vectors), labels).ranks[:queries] == 0).sum())
 
 
 def _kinds(shared: Path, work: Path, half: str) -> Kinds:

@@ -92,9 +92,10 @@ class Objective(nn.Module):
                 if "flow" not in term.needs:
                     penalties[name] = term.weight * term(unit, labels, self.loss)
             loss_term = self.loss_weight * loss
-            if self.training and self.shares.is_due():
-                self.shares.measure(loss_term, penalties, features, self._sites(net))
-            penalties = self.shares.scaled(penalties)
+            if penalties:
+                if self.training and self.shares.is_due():
+                    self.shares.measure(loss_term, penalties, features, self._sites(net))
+                penalties = self.shares.scaled(penalties)
             total = loss_term + sum(penalties.values())
         parts = {"loss": loss, **penalties, **watched}
         return Terms(total, {name: value.detach() for name, value in parts.items()})

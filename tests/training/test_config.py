@@ -139,6 +139,13 @@ CURES = {
 }
 
 
+def test_an_override_reaches_the_loss_that_a_job_does_not_name(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(MINIMAL)
+    found = job_of(path, ["loss.margin=0.2"]).loss
+    assert (found.name, found.margin, found.alpha) == ("proxy_anchor", 0.2, 32)
+
+
 def test_a_job_file_that_does_not_exist_is_named_with_its_neighbour(tmp_path: Path) -> None:
     (tmp_path / "own.toml").write_text(MINIMAL)
     with pytest.raises(JobError, match=r"own.tml does not exist; did you mean .*/own.toml\?"):

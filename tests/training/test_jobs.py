@@ -1,12 +1,15 @@
 import re
+import sys
 from functools import cache
 from itertools import islice
 from pathlib import Path
+from types import FrameType
 
 import numpy as np
 import pytest
 import torch
 
+from kinlens import training
 from kinlens.service.jobs.params import data_kind, training_jobs
 from kinlens.training.config.job import Job, job_toml, load_job, parse_job
 from kinlens.training.config.layers import JOBS, job_names, read_file
@@ -145,6 +148,26 @@ def trains_two_steps(whole: Job) -> None:
         parts = train_step(run, model, images[rows], torch.from_numpy(labels)[rows], len(order))
         assert all(value.isfinite() for value in parts.values())
     assert job.regularizers.wanted().keys() <= parts.keys()
+
+
+def test_a_step_of_proxy_anchor_passes_ten_modules() -> None:
+    job, entered = miniature(load_job("cub-proxy-anchor")), set[str]()
+    run = create_run(job, 6)
+    model = run.begin_epoch(trunk_frozen=False).train()
+    images = torch.randint(0, 256, (8, 3, 32, 32), dtype=torch.uint8)
+    root = str(Path(training.__file__).parent)
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(root):
+            entered.add(frame.f_code.co_filename.removeprefix(root))
+
+    sys.setprofile(note)
+    try:
+        train_step(run, model, images, torch.arange(8) // 2, 2)
+    finally:
+        sys.setprofile(None)
+    assert "/losses/proxy_anchor.py" in entered
+    assert len(entered) <= 10, sorted(entered)
 
 
 def test_every_job_is_described_and_survives_writing(tmp_path: Path) -> None:

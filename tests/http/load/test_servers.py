@@ -33,9 +33,11 @@ from tests.support.waiting import until
 from tests.tiny import encoded, photo
 
 APP = "kinlens.service.app:create_app"
+# Where the package websockets is installed, uvicorn would never answer a POST with its upgrade.
+PLAIN = ("--http", "h11", "--ws", "none", "--log-level", "warning")
 SERVERS = {
     "kinlens-serve": SERVE,
-    "uvicorn": ("-m", "uvicorn", "--factory", APP, "--http", "h11", "--log-level", "warning"),
+    "uvicorn": ("-m", "uvicorn", "--factory", APP, *PLAIN),
     "granian": ("-m", "granian", "--factory", APP, "--interface", "asgi", "--no-ws", "--no-log"),
 }
 # kinlens-serve is uvicorn with a start of our own: alone it is tried at length.

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from httpx import create_ssl_context
 
 from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.seen import Seen
@@ -100,6 +101,19 @@ def quick_exports() -> Iterator[None]:
 
             functions = functools.cache(_registration.onnxscript_apis.get_torchlib_ops)
             patch.setattr(_registration.onnxscript_apis, "get_torchlib_ops", functions)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_clients() -> Iterator[None]:
+    """Each client of HTTP reads all certificates of the machine, which takes longer than a test."""
+    named = "SSL_CERT_FILE", "SSL_CERT_DIR"
+    made = functools.cache(lambda _, **given: create_ssl_context(**given))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "httpx._transports.default.create_ssl_context",
+            lambda **given: made(tuple(map(os.environ.get, named)), **given),
+        )
         yield
 
 

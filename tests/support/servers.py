@@ -29,6 +29,7 @@ from PIL import Image, ImageDraw
 from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.errors import ItemNotFoundError
 from kinlens.embedder.fake import FakeEmbedder
+from kinlens.embedder.preprocess import preprocess
 from kinlens.embedder.session import Embedder, OnnxEmbedder
 from kinlens.embedder.types import Embeddings, Hit, Images, ItemId
 from kinlens.indexer.galleries import GalleryFacts
@@ -84,6 +85,9 @@ def render(seed: int, size_px: int = 96) -> Image.Image:
     return image
 
 
+_input_of = functools.cache(preprocess)
+
+
 class FakeGallery:
     """Exact search over what `embedder` makes of `pictures`; item i is image i."""
 
@@ -103,7 +107,7 @@ class FakeGallery:
         for number, data in enumerate(photos):
             (self.image_root / f"{number:03d}.png").write_bytes(data)
         self._sha256s = [hashlib.sha256(data).hexdigest() for data in photos]
-        inputs = np.stack([embedder.preprocess(data) for data in photos])
+        inputs = np.stack([_input_of(data, embedder.preprocessing) for data in photos])
         self._vectors = np.concatenate([FakeEmbedder.embed(embedder, inputs)])
 
     def search(
@@ -247,6 +251,8 @@ def shared_workers() -> Workers:
 def settings_of(**given: Any) -> Settings:
     """Settings, also with other values of their constants."""
     constants = {name: given.pop(name) for name in [*given] if name not in Settings.model_fields}
+    if not constants:
+        return Settings(**given)
     return type("OtherSettings", (Settings,), {"__module__": __name__, **constants})(**given)
 
 
@@ -303,8 +309,12 @@ def quiet_logs() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def patient_service() -> Iterator[None]:
-    """Other work on the cores makes no service unready, and changed galleries are seen soon."""
+    """Other work on the cores makes no service unready, and changed galleries are seen soon. The
+    services of a process compress the files of the pages once.
+    """
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(service_app.Assets, "page", functools.cache(service_app.Assets.page))
+        patch.setattr(service_app, "Assets", functools.cache(service_app.Assets))
         patch.setattr(Settings, "ready_timeout_ms", 60_000)
         patch.setattr(Settings, "reload_interval_ms", 50)
         yield

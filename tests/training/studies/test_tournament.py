@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from PIL import Image
 
@@ -20,6 +21,7 @@ from kinlens.training.studies.tournament import (
     GridRun,
     command,
     load_grid,
+    rank,
     read_runs,
     run_in_process,
     write_report,
@@ -242,6 +244,29 @@ def row_of(markdown: str, name: str) -> list[str]:
     """The cells of the first table row of a competitor."""
     line = next(line for line in markdown.splitlines() if line.startswith(f"| {name} |"))
     return [cell.strip() for cell in line.split("|")[2:-1]]
+
+
+PUBLISHED = """
+contrastive 60.28 62.64 64.87 66.51 58.88 61.24 63.28 64.43 56.36 57.73 61.01 62.05
+triplet 57.56 60.48 63.52 63.55 55.82 58.56 61.98 62.45 52.12 55.06 57.60 58.54
+lifted_structure 58.36 60.16 65.92 66.34 58.29 61.60 64.28 64.86 55.18 58.07 60.89 61.77
+n_pair 57.28 58.91 61.36 61.83 54.17 56.90 59.90 60.76 48.76 50.30 54.22 55.40
+proxy_nca 60.25 62.76 65.22 65.12 56.98 60.15 63.84 64.10 51.01 55.77 57.46 57.60
+margin 59.66 63.00 64.99 65.48 56.80 60.80 63.48 64.08 54.27 57.88 60.61 59.55
+arcface 58.32 61.33 64.40 65.82 55.77 59.94 62.36 63.07 52.92 56.94 61.60 62.24
+multi_similarity 60.84 63.96 68.69 68.72 57.24 61.92 65.24 66.22 53.47 55.66 59.57 61.16
+soft_triple 61.28 64.16 67.27 67.42 58.07 63.44 66.76 67.44 55.00 57.00 60.90 61.55
+proxy_anchor 62.93 66.71 69.48 69.82 61.06 63.88 68.11 68.47 58.07 60.23 63.84 64.47
+"""  # R@1 on CUB: ResNet50, BN-Inception and GoogLeNet, each with 64, 128, 512 and 1,024 dimensions
+
+
+def test_the_published_ranking_of_the_benchmark_follows_from_its_tables() -> None:
+    rows = (line.split() for line in PUBLISHED.split("\n") if line)
+    ranks = rank(pd.DataFrame({name: map(float, values) for name, *values in rows}))
+    assert [*ranks["total"]] == [12, 38, 51, 52, 54, 70, 79, 81, 103, 120]
+    assert [*ranks.index[:3]] == ["proxy_anchor", "soft_triple", "multi_similarity"]
+    spreads = [0, 1.19, 2.05, 1.72, 1.88, 1.27, 2.31, 1.66, 0.51, 0]  # one is printed as 1.89
+    assert [*ranks["standard deviation"]] == pytest.approx(spreads, abs=0.005)
 
 
 def test_competitors_are_ranked_by_their_mean_over_seeds(tmp_path: Path) -> None:

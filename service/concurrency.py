@@ -212,11 +212,14 @@ def too_late(limit_s: float, what: str, cure: str) -> DeadlineExceededError:
 
 @contextlib.asynccontextmanager
 async def within(
-    limit_s: float, what: str, cure: str = "Try again in a second."
+    limit_s: float, what: str, cure: str = "Try again in a second.", since: float | None = None
 ) -> AsyncIterator[None]:
-    """Limit the body to `limit_s` seconds. Raises: DeadlineExceededError."""
+    """Limit the body to `limit_s` seconds from `since` on, a time of the event loop, by default
+    from now on. Raises: DeadlineExceededError.
+    """
+    begun = asyncio.get_running_loop().time() if since is None else since
     try:
-        async with asyncio.timeout(limit_s):
+        async with asyncio.timeout_at(begun + limit_s):
             yield
     except TimeoutError as error:
         raise too_late(limit_s, what, cure) from error

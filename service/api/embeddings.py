@@ -172,7 +172,8 @@ async def embeddings(request: Request) -> Response:
         check_dims(sent.dimensions, model.dim)
     if len(sent.input) > 1:
         await account_of(request.scope).owe(len(sent.input))
-    vectors = await while_connected(request, _embedded(runtime, model, sent.input))
+    since = request.scope["state"]["read_at"]
+    vectors = await while_connected(request, _embedded(runtime, model, sent.input, since))
     rows = [first_numbers(vector, sent.dimensions or model.dim) for vector in vectors]
 
     def encoded() -> bytes:
@@ -239,7 +240,9 @@ def _model_of(runtime: Runtime, named: str | None) -> Model:
     )
 
 
-async def _embedded(runtime: Runtime, model: Model, inputs: Sequence[bytes | str]) -> list[Vector]:
+async def _embedded(
+    runtime: Runtime, model: Model, inputs: Sequence[bytes | str], since: float
+) -> list[Vector]:
     """The vectors of image files and texts.
 
     Raises: ImageError or RequestValidationError naming the input; the errors of `encode` and
@@ -259,7 +262,7 @@ async def _embedded(runtime: Runtime, model: Model, inputs: Sequence[bytes | str
     tasks: list[asyncio.Task[Vector]] = []
     try:
         with runtime.search_threads.batch():
-            async with within(limit_s, "Embedding the inputs", cure):
+            async with within(limit_s, "Embedding the inputs", cure, since):
                 words = iter(await _words(model, texts) if texts else ())  # may be refused
                 tasks += [
                     asyncio.create_task(embed(n, data))

@@ -208,7 +208,8 @@ async def search(request: Request) -> Response:
     runtime: Runtime = request.app.state.runtime
     query = await requests.read_search(request)
     await requests.charge(request, [query])
-    answer = await while_connected(request, runtime.searching.search(query))
+    since = request.scope["state"]["read_at"]
+    answer = await while_connected(request, runtime.searching.search(query, since))
     return _response(answer, runtime.feedback)
 
 
@@ -231,7 +232,8 @@ async def search_batch(request: Request) -> Response:
     runtime: Runtime = request.app.state.runtime
     queries = await requests.read_batch(request)
     await requests.charge(request, queries)
-    answers = await while_connected(request, runtime.searching.search_all(queries))
+    since = request.scope["state"]["read_at"]
+    answers = await while_connected(request, runtime.searching.search_all(queries, since))
     outcomes = b",".join(_outcome(answer, request, runtime.feedback) for answer in answers)
     return Response(b'{"answers":[' + outcomes + b"]}", headers=_NO_STORE, media_type=JSON)
 
@@ -254,7 +256,8 @@ async def boxes(request: Request) -> Response:
     """
     runtime: Runtime = request.app.state.runtime
     view, gallery = await requests.read_boxes(request)
-    answer = await while_connected(request, _boxes(runtime, view, gallery))
+    since = request.scope["state"]["read_at"]
+    answer = await while_connected(request, _boxes(runtime, view, gallery, since))
     return Response(to_json(answer), headers=_NO_STORE, media_type=JSON)
 
 
@@ -282,13 +285,14 @@ for _path, _by, _item in ITEM_PATHS:
         await requests.charge(request, [query])
         generation = generation or ref.generation
         query, key = replace(query, gallery=name, like=ref.id, generation=generation), ""
+        since = request.scope["state"]["read_at"]
         if runtime.feedback is not None:
             async with runtime.registry.find(name) as served:
                 served.check_generation(generation)
                 read = partial(served.gallery.item, ref.id)
                 key = (await runtime.read("the item", read, served=served)).key
                 query = replace(query, generation=served.gallery.generation)
-        answer = await while_connected(request, runtime.searching.search(query))
+        answer = await while_connected(request, runtime.searching.search(query, since))
         return _response(answer, runtime.feedback, key)
 
     @router.post(
@@ -317,7 +321,8 @@ for _path, _by, _item in ITEM_PATHS:
                 "hit."
             )
         await requests.charge(request, [query])
-        answer = await while_connected(request, _explained(runtime, name, ref, query))
+        since = request.scope["state"]["read_at"]
+        answer = await while_connected(request, _explained(runtime, name, ref, query, since))
         return Response(to_json(answer), headers=_NO_STORE, media_type=JSON)
 
 
@@ -358,7 +363,9 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
             watching.cancel()
 
 
-async def _boxes(runtime: Runtime, view: View, gallery: str | None) -> models.BoxesAnswer:
+async def _boxes(
+    runtime: Runtime, view: View, gallery: str | None, since: float
+) -> models.BoxesAnswer:
     async with runtime.registry.find(gallery) as served:
         model = served.model
         detector = model.embedder.boxes
@@ -369,7 +376,7 @@ async def _boxes(runtime: Runtime, view: View, gallery: str | None) -> models.Bo
                 "serve the new bundle; galleries need no rebuild. Or search with crops = auto."
             )
         served.acquire()  # until the search thread is done, even if the client has disconnected
-        async with within(runtime.settings.request_timeout_ms / 1e3, *_BOXES_LIMITED):
+        async with within(runtime.settings.request_timeout_ms / 1e3, *_BOXES_LIMITED, since=since):
             work = partial(model.boxes, view)
             found = await runtime.search_threads.run(work, after=served.release)
         return models.BoxesAnswer(
@@ -383,7 +390,7 @@ async def _boxes(runtime: Runtime, view: View, gallery: str | None) -> models.Bo
 
 
 async def _explained(
-    runtime: Runtime, name: str, ref: ItemRef, query: Query
+    runtime: Runtime, name: str, ref: ItemRef, query: Query, since: float
 ) -> models.ExplainAnswer:
     async with runtime.registry.find(name) as served:
         served.check_generation(ref.generation)
@@ -392,9 +399,11 @@ async def _explained(
             item = shown_item(served, ref.id)
             return item.key, original(runtime, served, item)
 
-        key, image = await runtime.read("the image", read, served=served)
         limit_s = runtime.settings.request_timeout_ms / 1e3
-        return await explain(runtime.search_threads, served, query, key, image, limit_s)
+        cure = "Send fewer images and crops, or try again in a second."
+        async with within(limit_s, "The explanation", cure, since):
+            key, image = await runtime.read("the image", read, served=served)
+            return await explain(runtime.search_threads, served, query, key, image)
 
 
 def _response(answer: Answer, feedback: FeedbackStore | None, like: str = "") -> Response:

@@ -109,6 +109,8 @@ class _Body:
     """One body: read whole, inflated and without the byte order mark of a JSON text, within its
     limits. Its bytes count until `release`.
 
+    `read_at` of `scope["state"]`, a time of the event loop, is set to its end.
+
     Inflated bytes come in small steps, so a small body that inflates to a large one blocks neither
     the event loop nor memory before a limit refuses it.
     """
@@ -150,6 +152,7 @@ class _Body:
                 problems.OVERLOADED, "The service is stopping. Try again in a second."
             ) from None
         self._is_complete = True
+        self._scope["state"]["read_at"] = asyncio.get_running_loop().time()
         if self._is_json:
             if body.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in body[:2]:
                 raise RefusedError(

@@ -116,7 +116,8 @@ class Route(APIRoute):
 
         async def admit(request: Request) -> Response:
             admission: Admission = request.app.state.admission
-            request.scope["state"]["route"] = self
+            state = request.scope["state"]
+            state["route"], state["read_at"] = self, asyncio.get_running_loop().time()
             status = 0
             try:
                 answer = await self._answer(admission, handler, request)

@@ -10,7 +10,7 @@ from kinlens.embedder.explain import shares
 from kinlens.embedder.types import SHORT, Embeddings
 from kinlens.indexer.types import combined_query, weighted_mean
 from kinlens.models import ExplainAnswer, QueryShares
-from kinlens.service.concurrency import SearchThreads, within
+from kinlens.service.concurrency import SearchThreads
 from kinlens.service.encoding.model import View
 from kinlens.service.galleries.registry import Served
 from kinlens.service.galleries.renditions import limits_of_stored, of_stored_image
@@ -24,13 +24,12 @@ async def explain(
     query: Query,
     key: str,
     image: bytes,
-    limit_s: float,
 ) -> ExplainAnswer:
     """Explain where `image`, the image of item `key`, matches `query`; runs in a search thread.
 
     Raises: GalleryConflictError if the bundle has no map, InvalidParameterError for a query without
         an image, ImageError for its images; ItemNotFoundError if `image` cannot be decoded,
-        OverloadedError, DeadlineExceededError, SearchError, BundleError.
+        OverloadedError, SearchError, BundleError.
     """
     if not served.model.embedder.has_map:
         raise GalleryConflictError(
@@ -48,11 +47,9 @@ async def explain(
     cancel_token = CancelToken()
     served.acquire()  # until the search thread is done with it
     try:
-        cure = "Send fewer images and crops, or try again in a second."
-        async with within(limit_s, "The explanation", cure):
-            return await search_threads.run(
-                lambda: _explained(served, query, key, image, cancel_token), after=served.release
-            )
+        return await search_threads.run(
+            lambda: _explained(served, query, key, image, cancel_token), after=served.release
+        )
     finally:
         cancel_token.cancel()
 

@@ -96,21 +96,23 @@ class Pipeline:
     image_url: str = ""
     in_flight: int = field(default=0, init=False)
 
-    async def search(self, query: Query) -> Answer:
-        """Answer one query.
+    async def search(self, query: Query, since: float) -> Answer:
+        """Answer one query. The limit counts from `since` on, a time of the event loop.
 
         Raises: ImageError, GalleryError, SearchError, OverloadedError, DeadlineExceededError.
         """
         self.in_flight += 1
         try:
-            async with within(self.limit_s, *_LIMITED):
+            async with within(self.limit_s, *_LIMITED, since=since):
                 return await self._search(query)
         finally:
             self.in_flight -= 1
 
-    async def search_all(self, queries: Sequence[Query | Exception]) -> list[Answer | Exception]:
+    async def search_all(
+        self, queries: Sequence[Query | Exception], since: float
+    ) -> list[Answer | Exception]:
         """Answer queries concurrently and independently: the result of a query that fails is its
-        error. An error among the queries is returned as its own result.
+        error. An error among the queries is returned as its own result; `since` as in `search`.
 
         Raises: OverloadedError when too many requests are queued.
         """
@@ -118,7 +120,8 @@ class Pipeline:
             tasks = [asyncio.create_task(self._outcome(query)) for query in queries]
             self.in_flight += 1
             try:
-                await asyncio.wait(tasks, timeout=self.limit_s)
+                left_s = since + self.limit_s - asyncio.get_running_loop().time()
+                await asyncio.wait(tasks, timeout=max(0.0, left_s))
                 return [
                     task.result() if task.done() else too_late(self.limit_s, *_LIMITED)
                     for task in tasks

@@ -3,9 +3,11 @@ filters, which are slow to parse, so that no route parses them on the event loop
 """
 
 import asyncio
+import base64
 import contextlib
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -209,3 +211,26 @@ def test_a_queued_body_respects_the_time_limit(start_service, kind: str) -> None
         refused = service.client.post("/search", **sent)
     assert "0.3 s" in assert_problem(refused, 503, "deadline-exceeded")["detail"]
     until(lambda: service.client.post("/search", **sent).status_code != 503)  # on a busy machine
+
+
+@pytest.mark.parametrize("path", ["/search", "/search/batch", "/v1/embeddings"])
+def test_parsing_and_what_follows_share_one_limit(
+    start_service, embedder, photos, path: str
+) -> None:
+    service = start_service(request_timeout_ms=3_000, anonymous_scopes=("search", "embed"))
+    data = base64.b64encode(photos[0] + bytes(2**18)).decode()
+    sent = {"queries": [{"images": [{"data": data}]}], "input": data, "images": [{"data": data}]}
+    name = {"/search": "images", "/search/batch": "queries"}.get(path, "input")
+    embedder.gate.clear()
+    with ThreadPoolExecutor(1) as client:
+        with readers_held(service):
+            begun = time.monotonic()
+            answer = client.submit(service.client.post, path, json={name: sent[name]})
+            until(lambda: service.runtime.pools["body"].waiting)
+            time.sleep(begun + 2 - time.monotonic())  # of its 3 s it waits two to be parsed
+        refused = answer.result()
+    took_s = time.monotonic() - begun
+    embedder.gate.set()
+    assert "3 s" in refused.text
+    assert "deadline-exceeded" in refused.text
+    assert took_s < 4.5, "each had a limit of its own"

@@ -37,7 +37,7 @@ from kinlens.embedder.types import Embed, Embeddings, Images
 from kinlens.training.bundles.calibration import fit_calibration
 from kinlens.training.bundles.golden import golden_images, golden_inputs
 from kinlens.training.bundles.graph import write_onnx
-from kinlens.training.bundles.map import write_map
+from kinlens.training.bundles.map import require_map, write_map
 from kinlens.training.bundles.precisions import Candidate, OnRefusal, accepted, open_candidates
 from kinlens.training.checkpoint import Checkpoint
 from kinlens.training.config.job import Job, parse_job
@@ -240,6 +240,8 @@ def _export(
     seen: Seen | None = None,
     keep_weights: bool = False,
 ) -> Bundle:
+    if with_map:
+        require_map(net, manifest.preprocessing)
     # Next to the bundle there must be space for it; a /tmp in memory may have none.
     with staged(out.parent) as folder:
         trial = _trial(net, manifest, folder)

@@ -157,11 +157,9 @@ def _square(tokens: Tensor) -> Tensor:
     return tokens.transpose(1, 2).reshape(tokens.shape[0], tokens.shape[2], side, side)
 
 
-def write_map(
-    net: EmbeddingNet, spec: Preprocessing, inputs: Images, embeddings: Embeddings, path: Path
-) -> MapFile:
-    """Write the map of `net` as ONNX, checked on golden tensors. Raises: ExportError."""
-    if isinstance(net.trunk, OnnxTrunk):
+def require_map(net: nn.Module, spec: Preprocessing) -> None:
+    """Raises: ExportError if there can be no map of `net`."""
+    if isinstance(net, EmbeddingNet) and isinstance(net.trunk, OnnxTrunk):
         raise ExportError(
             "There is no map of an imported network: its positions are not known. Export without "
             "--map."
@@ -171,6 +169,12 @@ def write_map(
             'There is no map for input.aspect = "squashed": its positions are not squares of the '
             "image. Export without --map."
         )
+
+
+def write_map(
+    net: EmbeddingNet, spec: Preprocessing, inputs: Images, embeddings: Embeddings, path: Path
+) -> MapFile:
+    """Write the map of `net` as ONNX, checked on golden tensors. Raises: ExportError."""
     map_net = EmbeddingMap(net).eval()
     write_onnx(map_net, spec.crop_px, path, "map")
     by_onnx = load(path, SessionSettings(threads=core_count()), FP32).run

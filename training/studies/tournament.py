@@ -156,7 +156,7 @@ def _runs(
     base = job.as_dict()
     tables = {name: table for name, table in base["regularizers"].items() if table}
     used = "-".join(job.regularizers.wanted()) or "none"
-    trunk = re.sub(r"[^A-Za-z0-9._]+", "-", job.model.backbone)
+    trunk = re.sub(r"[^A-Za-z0-9._]+", "-", job.model.backbone).strip("._-")
     # Seeds are outermost, so an unfinished tournament has complete tables of fewer seeds.
     lists: dict[str, list[Any]] = {
         "seed": grid.seeds or [job.seed],

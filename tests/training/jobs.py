@@ -1,4 +1,4 @@
-"""Jobs small enough for a test: rendered products at 32 px, a residual network of 4 blocks."""
+"""Jobs small enough for a test: rendered products at 32 px, a network of 4 convolutions."""
 
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,10 @@ from kinlens.rendered.catalogue import render_view
 from kinlens.training.__main__ import app
 from kinlens.training.config.job import Job, job_toml, parse_job
 from kinlens.training.report.log import Callback
+from tests.training.tiny_net import TinyNet
 
-TINY_TRUNK = "timm:test_resnet"
-TINY_CHANNELS = 96
+TINY_TRUNK = f"{Path(__file__).with_name('tiny_net.py')}:TinyNet"
+TINY_CHANNELS = TinyNet.channels
 SMALL_CATALOGUE = {"products": 6, "views": 4, "size_px": 40}
 
 
@@ -43,10 +44,8 @@ def small_job(
 
 def calibrated_weights(path: Path) -> Path:
     """Write weights of the tiny trunk, random but with batch statistics of rendered products."""
-    import timm  # here, since most tests do without, and its import takes seconds
-
     torch.manual_seed(0)
-    network = timm.create_model(TINY_TRUNK.removeprefix("timm:")).train()
+    network = TinyNet().train()
     for module in network.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.momentum = None

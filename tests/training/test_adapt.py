@@ -29,7 +29,7 @@ from kinlens.training.models.from_bundle import new_network
 from kinlens.training.runner import run_job
 from kinlens.training.start import whiten_within, whitening_helps
 from kinlens.training.trainer import fit
-from tests.training.jobs import Silent, Stopping, small_job
+from tests.training.jobs import TINY_TRUNK, Silent, Stopping, small_job
 
 
 @pytest.fixture(autouse=True)
@@ -253,7 +253,7 @@ def test_a_head_that_nothing_has_set_is_no_whitening(
 
 def adapt_command(shop: Path, out: Path, run: Path, weights: Path) -> list[str]:
     command = ["adapt", "--data", str(shop), "--out", str(out), "--run", str(run), "--map"]
-    command += ["--backbone", "timm:test_resnet", "--weights", str(weights)]
+    command += ["--backbone", TINY_TRUNK, "--weights", str(weights)]
     for setting in (
         "input={size_px=32,resize_px=36}", "model.dim=16", "model.batch_norm=frozen",
         "runtime={workers=0,device='cpu'}",

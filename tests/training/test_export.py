@@ -39,7 +39,6 @@ from kinlens.training.trainer import fit
 from tests.embedder.bundles import CALIBRATION
 from tests.training.jobs import Silent, small_job
 
-SMALL = "timm:test_resnet.r160_in1k"
 ALL = ("fp32", "int8", "fp16")
 
 
@@ -65,9 +64,8 @@ def _any_processor() -> Iterator[None]:
 def split_of(
     folder: Path, validation: float = 0.5, **changes: object
 ) -> tuple[dict[str, object], Split]:
-    """A job on 12 products with a small network, and its split."""
+    """A job on 12 products, and its split."""
     content = small_job(folder / "products", epochs=2).as_dict()
-    content["model"] |= {"backbone": SMALL}
     content["data"] |= {"products": 12, **changes}
     content["protocol"] = {"validation_fraction": validation}
     job = parse_job(content)

@@ -372,14 +372,17 @@ def test_broken_files_and_options_are_refused(
     refused(model, out, "limits to 2 GiB")
 
 
+FEW_BLOCKS = [[1, 16, 1, 1], [6, 24, 2, 2], [6, 32, 1, 2], [6, 64, 1, 2]]
+
+
 def exported_by_torch(path: Path, weights: Path | None = None, side: int = 96) -> nn.Module:
-    """MobileNetV2 of torchvision as others export it: random weights and its 1,000 logits, or
-    weights of a file and its features.
+    """MobileNetV2 of torchvision as others export it: a few blocks with random weights and 1,000
+    logits, or weights of a file and its features.
     """
     from torchvision.models import mobilenet_v2
 
     torch.manual_seed(0)
-    network = mobilenet_v2().train()
+    network = mobilenet_v2(inverted_residual_setting=None if weights else FEW_BLOCKS).train()
     if weights is None:
         for module in network.modules():
             if isinstance(module, nn.BatchNorm2d):

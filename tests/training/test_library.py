@@ -29,6 +29,7 @@ from kinlens.training import Figures, doctor, evaluate, new, render, tournament
 from tests.support.detectors import bright_photo, write_detector
 from tests.support.words import COLOURS, SHAPES, write_encoder, write_tokenizer
 from tests.tiny import TINY_DIM, write_tiny_onnx
+from tests.training.jobs import TINY_TRUNK
 
 HOSTILE = "Äpfel, <b>&grün"
 """A product whose name is read by a file system, a CSV and a page."""
@@ -52,7 +53,7 @@ def photos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def adapt(weights: Path) -> Callable[..., Any]:
     def adapted(images: Any, out: str | Path, **more: Any) -> Any:
-        options = {"backbone": "timm:test_resnet", "weights": weights, "settings": SETTINGS}
+        options = {"backbone": TINY_TRUNK, "weights": weights, "settings": SETTINGS}
         return kinlens.adapt(images, out, **options | more)
 
     return adapted

@@ -5,12 +5,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import matplotlib as mpl
 import numpy as np
 import pytest
-from matplotlib import pyplot as plt
-from matplotlib.offsetbox import AnnotationBbox
 from PIL import Image
 
 import kinlens
@@ -24,10 +22,12 @@ PRODUCTS, VIEWS = 20, 4
 
 
 @pytest.fixture(autouse=True)
-def _figures(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    mpl.use("agg")
-    yield
-    plt.close("all")
+def plt() -> Iterator[Any]:
+    from matplotlib import pyplot  # here, since its import takes half a second
+
+    pyplot.switch_backend("agg")
+    yield pyplot
+    pyplot.close("all")
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,9 @@ def test_recall_of_a_golden_run_is_that_of_its_report(gallery: kinlens.Gallery) 
 
 
 @pytest.mark.parametrize("evaluations", [(), ({"MAP@R": 3.0},), (5,)])
-def test_what_has_no_recall_is_refused_before_a_figure_is_made(evaluations: tuple) -> None:
+def test_what_has_no_recall_is_refused_before_a_figure_is_made(
+    plt: Any, evaluations: tuple
+) -> None:
     with pytest.raises(InvalidParameterError, match=r"evaluations|no R@K"):
         kinlens.plot.recall(*evaluations)
     assert not plt.get_fignums()
@@ -136,6 +138,8 @@ def test_a_calibration_compares_probabilities_with_the_share_that_is_right(
 def test_a_map_shows_thumbnails_or_colours_and_is_the_same_for_the_same_seed(
     gallery: kinlens.Gallery,
 ) -> None:
+    from matplotlib.offsetbox import AnnotationBbox
+
     axes = kinlens.plot.map(gallery)
     photos = [one for one in axes.artists if isinstance(one, AnnotationBbox)]
     assert 1 < len(photos) <= PRODUCTS
@@ -162,7 +166,9 @@ def test_a_map_colours_numbers_by_a_bar_and_items_without_one_grey(
     assert axes.get_title() == f"{10 + VIEWS} of {gallery.size} items"
 
 
-def test_a_map_draws_on_given_axes_a_sample_of_a_large_gallery(gallery: kinlens.Gallery) -> None:
+def test_a_map_draws_on_given_axes_a_sample_of_a_large_gallery(
+    plt: Any, gallery: kinlens.Gallery
+) -> None:
     given = plt.figure().subplots()
     assert kinlens.plot.map(gallery, "product", limit=30, ax=given) is given
     assert len(given.collections[0].get_offsets()) == 30

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
-import scipy.io
 
 from tests.tiny import encoded, photo
 
@@ -51,6 +50,8 @@ def _cub(root: Path, views: Views) -> list[str]:
 
 
 def _cars196(root: Path, views: Views) -> list[str]:
+    import scipy.io  # here, since its import takes a second
+
     rows = [(f"car_ims/{image:06d}.jpg", n, 0) for image, (n, _) in enumerate(views, 1)]
     kinds = [(name, "O") for name in ("relative_im_path", "class", "test")]
     scipy.io.savemat(root / "cars_annos.mat", {"annotations": np.array([rows], dtype=kinds)})

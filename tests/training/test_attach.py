@@ -9,7 +9,6 @@ import onnx
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
-from torchvision.models import detection
 
 from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.errors import KinlensError
@@ -161,6 +160,8 @@ def test_the_manifest_is_that_of_the_base_with_a_block(tiny_bundle: Bundle, tmp_
 def test_a_detector_that_torchvision_exported_is_recognized(
     tiny_bundle: Bundle, tmp_path: Path
 ) -> None:
+    from torchvision.models import detection  # here, since its import takes a second
+
     file, names = tmp_path / "ssd.onnx", ["boxes", "scores", "labels"]
     network = detection.ssdlite320_mobilenet_v3_large(
         weights=None, weights_backbone=None, num_classes=5

@@ -320,23 +320,33 @@ def test_a_restored_gallery_that_the_settings_hide_is_told(
         assert f"Warning: {warning}" in service.output
 
 
-def states(folder: Path, work: Callable[[], Any]) -> list[Path]:
+def states(folder: Path, work: Callable[[Path], Any]) -> list[Path]:
     """Copies of `folder` as a kill at five fault points of the work would leave it, from the first
     to the last.
     """
+    points: list[str] = []
     seen: list[Path] = []
 
-    def copy(_: str) -> None:
-        seen.append(folder.with_name(f"killed at {len(seen)}"))
-        # By another process, since SQLite loses its locks where its own one closes the file.
-        subprocess.run(["cp", "-a", "--reflink=auto", folder, seen[-1]], check=True)
+    def copy(point: str) -> None:
+        points.append(point)
+        if len(points) - 1 in chosen:
+            seen.append(folder.with_name(f"killed at {len(seen)}"))
+            # By another process, since SQLite loses its locks where its own one closes the file.
+            command = ["cp", "-a", "--reflink=auto", folder, seen[-1]]
+            subprocess.run(command, check=True)
 
-    set_fault_hook(copy)
+    trial = Path(shutil.copytree(folder, folder.with_name("trial")))
     try:
-        work()
+        set_fault_hook(points.append)
+        work(trial)
+        chosen = [place * (len(points) - 1) // 4 for place in range(5)]
+        points.clear()
+        set_fault_hook(copy)
+        work(folder)
     finally:
         set_fault_hook(None)
-    return [seen[place * (len(seen) - 1) // 4] for place in range(5)]
+    assert len(points) - 1 == chosen[-1]
+    return seen
 
 
 CURES = {
@@ -400,7 +410,7 @@ def test_a_disk_that_refuses_is_named_with_what_was_written(made, tmp_path, comm
 
 
 def test_a_killed_backup_leaves_nothing_that_looks_like_a_backup(host) -> None:
-    *halves, whole = states(host, lambda: save(host, "half"))
+    *halves, whole = states(host, lambda host: save(host, "half"))
     assert any(list(left.glob(".kinlens-backup-*")) for left in halves)
     for left in halves:
         assert not (left / "half").exists()
@@ -414,7 +424,7 @@ def test_a_killed_restore_gives_no_access_until_it_is_whole(made, tmp_path) -> N
     new = content(made)
     saved, to = made / "saved", tmp_path / "to"
     to.mkdir()
-    for copy in states(to, lambda: put_back(saved, to)):
+    for copy in states(to, lambda to: put_back(saved, to)):
         assert content(copy)["keys"] is None or content(copy) == new
         if not [entry for entry in (copy / "state").glob("*") if entry.name[0] != "."]:
             put_back(saved, copy)

@@ -44,6 +44,17 @@ def start(
         service.close()
 
 
+@pytest.fixture(scope="module")
+def served(
+    tiny_bundle: Bundle, tiny_settings: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Running]:
+    """The same, once for all tests that only ask."""
+    bundle = with_detector(tiny_bundle, tmp_path_factory.mktemp("served") / "bundle")
+    own = DEFAULTS | tiny_settings | {"bundle": bundle.path}
+    with closing(run(create_app(settings_of(**own)))) as service:
+        yield service
+
+
 def boxes_of(service: Running, data: bytes) -> Any:
     answer = service.client.post("/boxes", files={"image": ("a.png", data)})
     assert answer.status_code == 200, answer.text
@@ -109,31 +120,29 @@ def test_a_bundle_without_a_detector_names_the_cure(tiny_settings: dict[str, Any
     ],
 )
 def test_other_fields_are_refused(
-    start: Start, fields: Any, files: list[bytes], named: str
+    served: Running, fields: Any, files: list[bytes], named: str
 ) -> None:
     sent: Any = [("image", ("a.png", data)) for data in files] or [("gallery", (None, "shop"))]
-    answer = start().client.post("/boxes", files=sent, data=fields)
+    answer = served.client.post("/boxes", files=sent, data=fields)
     problem = assert_problem(answer, 422, "invalid-parameter")
     assert named in str(problem["errors"])
 
 
-def test_a_damaged_image_is_refused_and_the_worker_stays(start: Start) -> None:
-    service = start()
-    pids = workers_of(service).pids
+def test_a_damaged_image_is_refused_and_the_worker_stays(served: Running) -> None:
+    pids = workers_of(served).pids
     for data, status in ((b"", 400), (b"no image", 415), (PHOTO[:60], 422)):
-        answer = service.client.post("/boxes", content=data, headers={"Content-Type": "image/png"})
+        answer = served.client.post("/boxes", content=data, headers={"Content-Type": "image/png"})
         assert answer.status_code == status
-        assert service.search(data, crop="auto").status_code == status
-    assert boxes_of(service, PHOTO)["boxes"]
-    assert workers_of(service).pids == pids
-    missing = service.client.post("/boxes", files={"image": PHOTO}, data={"gallery": "none"})
+        assert served.search(data, crop="auto").status_code == status
+    assert boxes_of(served, PHOTO)["boxes"]
+    assert workers_of(served).pids == pids
+    missing = served.client.post("/boxes", files={"image": PHOTO}, data={"gallery": "none"})
     assert_problem(missing, 404, "unknown-gallery")
 
 
-def test_boxes_replace_the_windows_of_a_search(start: Start) -> None:
-    service = start()
-    found = auto(service, PHOTO, k=12)
-    by_hand = service.client.post(
+def test_boxes_replace_the_windows_of_a_search(served: Running) -> None:
+    found = auto(served, PHOTO, k=12)
+    by_hand = served.client.post(
         "/search",
         files={"image": ("a.png", PHOTO)},
         data={"crop": ["0,0,1,1", *(",".join(map(str, crop)) for crop in CROPS)]}
@@ -145,13 +154,13 @@ def test_boxes_replace_the_windows_of_a_search(start: Start) -> None:
     assert [(hit["key"], hit["score"]) for hit in found["hits"]] == [one[:2] for one in expected]
     assert crops == [one[2] for one in expected]
     assert {tuple(crop) for crop in crops} <= {tuple(crop) for crop in [whole, *CROPS]}
-    again = auto(service, PHOTO, k=12)
+    again = auto(served, PHOTO, k=12)
     assert (again["cached"], again["hits"]) == (True, found["hits"])
     files = [("image", ("a.png", PHOTO)), ("image", ("b.png", BUSY))]
-    batch = service.client.post("/search/batch", files=files, data={"crop": "auto", "k": "12"})
+    batch = served.client.post("/search/batch", files=files, data={"crop": "auto", "k": "12"})
     first, second = batch.json()["answers"]
     assert first["answer"]["hits"] == found["hits"]
-    assert second["answer"]["hits"] == auto(service, BUSY, k=12)["hits"]
+    assert second["answer"]["hits"] == auto(served, BUSY, k=12)["hits"]
 
 
 def test_a_search_decodes_once_and_costs_what_the_windows_cost(start: Start) -> None:
@@ -224,12 +233,11 @@ def test_ten_thousand_boxes_are_a_few(start: Start) -> None:
     assert auto(service, BUSY)["hits"]
 
 
-def test_two_photos_have_their_own_boxes(start: Start) -> None:
-    service = start()
+def test_two_photos_have_their_own_boxes(served: Running) -> None:
     texts = [base64.b64encode(data).decode() for data in (PHOTO, bright_photo((0, 0)), PHOTO)]
     images = [{"data": text, "crops": "auto"} for text in texts[:2]]
     images.append({"data": texts[2], "crops": [[0.0, 0.0, 0.5, 0.5]]})
-    hits = service.client.post("/search", json={"images": images, "k": 12}).json()["hits"]
+    hits = served.client.post("/search", json={"images": images, "k": 12}).json()["hits"]
     allowed = {
         1: [None, *CROPS],
         2: [None, [0.0, 0.0, 0.2625, 0.525]],
@@ -239,20 +247,20 @@ def test_two_photos_have_their_own_boxes(start: Start) -> None:
     for hit in hits:
         assert hit["view"]["crop"] in allowed[hit["view"]["image"]]
     images[1]["data"] = base64.b64encode(b"no image").decode()
-    answer = service.client.post("/search", json={"images": images})
+    answer = served.client.post("/search", json={"images": images})
     assert "Image 2: " in assert_problem(answer, 415, "unsupported-format")["detail"]
 
 
 @pytest.mark.parametrize("are_given", [True, False])
 def test_a_model_in_the_process_of_the_service_gets_boxes_from_its_workers(
-    start: Start,
+    served: Running,
     tiny_bundle: Bundle,
     tiny_settings: dict[str, Any],
     tmp_path: Path,
     are_given: bool,
 ) -> None:
     """As a model on a GPU does; those that the service starts open the detector of the model."""
-    expected = auto(start(), PHOTO, k=12)["hits"]
+    expected = auto(served, PHOTO, k=12)["hits"]
     bundle = with_detector(tiny_bundle, tmp_path / "bundle")
     workers = Workers(ForkServer(1024, 30.0, bundle), 30.0, 4) if are_given else None
     if workers is not None:
@@ -268,7 +276,7 @@ def test_a_model_in_the_process_of_the_service_gets_boxes_from_its_workers(
 
 
 def test_galleries_of_the_bundle_without_the_detector_are_served(
-    start: Start, tiny_bundle: Bundle, tiny_settings: dict[str, Any], tmp_path: Path
+    served: Running, tiny_bundle: Bundle, tiny_settings: dict[str, Any], tmp_path: Path
 ) -> None:
     state = tmp_path / "state"
     copy = with_detector(tiny_bundle, tmp_path / "copy")
@@ -277,6 +285,5 @@ def test_galleries_of_the_bundle_without_the_detector_are_served(
         [listed] = service.client.get("/galleries").json()["galleries"]
         assert listed["has_boxes"] is False, "the bundle of the settings comes first"
         plain = service.search(PHOTO).json()
-    service = start()
-    assert service.search(PHOTO).json()["hits"] == plain["hits"]
-    assert service.client.get("/galleries").json()["bundle_id"] == plain["bundle_id"]
+    assert served.search(PHOTO).json()["hits"] == plain["hits"]
+    assert served.client.get("/galleries").json()["bundle_id"] == plain["bundle_id"]

@@ -267,26 +267,22 @@ def test_golden_queries_have_words_and_parts_of_photos(
     assert len(client.golden("shop").queries) == len(searches) - 1
 
 
-@pytest.mark.parametrize(
-    ("files", "fields", "message"),
-    [
+def test_a_golden_query_that_cannot_be_searched_is_refused(shop: tuple[Running, Client]) -> None:
+    refusals: list[tuple[list[bytes], dict[str, str], str]] = [
         ([], {}, "send one, or texts"),
         ([], {"texts": '[{"text": "red", "weight": -1}]'}, "no weight above 0"),
         ([], {"texts": '["red"]', "crop": "auto"}, "without an image"),
         ([PHOTO], {"crop": "0,0,2,2"}, "crop"),
         ([PHOTO], {"texts": "red"}, "texts"),
         ([PHOTO], {"k": "3"}, "unknown"),
-    ],
-)
-def test_a_golden_query_that_cannot_be_searched_is_refused(
-    shop: tuple[Running, Client], files: list[bytes], fields: dict[str, str], message: str
-) -> None:
-    sent: Any = [("image", ("a.png", data)) for data in files] + [
-        (name, (None, text)) for name, text in {"label": '{"no_match": true}', **fields}.items()
     ]
-    answer = shop[0].client.post("/galleries/shop/golden", files=sent)
-    assert_problem(answer, 422, "invalid-parameter")
-    assert message in answer.text
+    for files, fields, message in refusals:
+        sent: Any = [("image", ("a.png", data)) for data in files] + [
+            (name, (None, text)) for name, text in {"label": '{"no_match": true}', **fields}.items()
+        ]
+        answer = shop[0].client.post("/galleries/shop/golden", files=sent)
+        assert_problem(answer, 422, "invalid-parameter")
+        assert message in answer.text
     assert shop[1].golden("shop").queries == []
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from httpx import create_ssl_context
+from typer.main import get_command
 
 from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.seen import Seen
@@ -105,8 +106,10 @@ def quick_exports() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def quick_clients() -> Iterator[None]:
-    """Each client of HTTP reads all certificates of the machine, which takes longer than a test."""
+def quick_tools() -> Iterator[None]:
+    """Each HTTP client reads all certificates of the machine, and each call of a command builds the
+    whole program, which takes longer than most tests.
+    """
     named = "SSL_CERT_FILE", "SSL_CERT_DIR"
     made = functools.cache(lambda _, **given: create_ssl_context(**given))
     with pytest.MonkeyPatch.context() as patch:
@@ -114,6 +117,7 @@ def quick_clients() -> Iterator[None]:
             "httpx._transports.default.create_ssl_context",
             lambda **given: made(tuple(map(os.environ.get, named)), **given),
         )
+        patch.setattr("typer.testing._get_command", functools.cache(get_command))
         yield
 
 

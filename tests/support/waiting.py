@@ -15,7 +15,7 @@ def until(condition: Callable[[], object]) -> None:
     while not condition():
         waited_s = time.monotonic() - started
         assert waited_s < WAIT_S, "never happened"
-        time.sleep(min(max(0.005, waited_s / 50), 0.025))
+        time.sleep(min(max(0.005, waited_s / 20), 0.05))
 
 
 @contextmanager

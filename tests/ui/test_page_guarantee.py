@@ -33,7 +33,7 @@ def promise(*values: str | None, cut: str | None = None, none: bool | None = Non
 SET = "One of these 3 products (95 of 100 times): mug, jar, box"
 
 
-SAID = {
+PROMISES = {
     None: (
         (promise("mug", "jar", "box"), SET),
         (
@@ -50,17 +50,17 @@ SAID = {
     ),
     True: ((promise("mug"), "Accepted: mug. At most 1 of 100 accepted products is wrong"),),
 }
-"""What the page says, by whether the answer is accepted, if that is decided."""
+"""What the page shows, by whether the answer is accepted, if that is decided."""
 
 
-@pytest.mark.parametrize("accepted", SAID)
+@pytest.mark.parametrize("accepted", PROMISES)
 def test_the_page_says_what_holds(
     open_shop: OpenPage, fake_shop: Shop, accepted: bool | None
 ) -> None:
     fake_shop.guarantee, fake_shop.accepted = promise("mug"), accepted
     page = searched(open_shop, fake_shop)
     chance = page.get_by_test_id("chance")
-    for number, (guarantee, text) in enumerate(SAID[accepted], 1):
+    for number, (guarantee, text) in enumerate(PROMISES[accepted], 1):
         fake_shop.guarantee = guarantee
         drop_item(page, fake_shop, number)
         expect(chance).to_contain_text(text)

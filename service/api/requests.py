@@ -743,7 +743,8 @@ async def _read_query(request: Request, read: Callable[[], SearchFields], *, sho
 
 
 def _parsed(model: type[Parsed], request: Request, body: bytes, kind: str) -> Parsed:
-    pairs, images = request.query_params.multi_items(), [body]
+    images: Sequence[bytes] = [body]
+    pairs = request.query_params.multi_items() if request.scope["query_string"] else []
     if kind == FORM:
         images, fields = read_form(request, body)
         pairs += fields

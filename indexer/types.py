@@ -4,7 +4,7 @@ import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -292,12 +292,13 @@ class SearchOptions:
     checkpoint: Callable[[], None] = field(default=no_checkpoint, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "where", as_filter(self.where))
+        if self.where is not None:
+            object.__setattr__(self, "where", as_filter(self.where))
 
     @property
     def filter(self) -> Filter | None:
         """`where`, parsed."""
-        return as_filter(self.where)
+        return cast("Filter | None", self.where)
 
     @property
     def reorders(self) -> bool:

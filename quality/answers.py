@@ -216,18 +216,17 @@ def results_of(
 
     Raises: InvalidParameterError, FilterError, GalleryError.
     """
+    if isinstance(calibrated, str):
+        return _search(gallery, vectors, wanted)
     options = wanted.options
     # Probabilities come from the best hits of all items: a filter makes no product likelier.
     of_all = SearchOptions(
         exclude=options.exclude, exact=options.exact, checkpoint=options.checkpoint
     )
     is_of_all = wanted.grouping is None and options == of_all  # then one search is enough
-    is_deep = is_of_all and not isinstance(calibrated, str)
-    depth = max(wanted.k, CANDIDATES) if is_deep else wanted.k
+    depth = max(wanted.k, CANDIDATES) if is_of_all else wanted.k
     found = _search(gallery, vectors, replace(wanted, k=depth))
     best, hits, groups = found.hits, found.hits[: wanted.k], found.groups
-    if isinstance(calibrated, str):
-        return replace(found, hits=hits)
     if not is_of_all:
         plain = replace(wanted, k=CANDIDATES, options=of_all, grouping=None)
         best = _search(gallery, vectors, plain).hits

@@ -330,7 +330,7 @@ class Snapshot:
         scores, rows = hits[0]
         if len(hits) > 1:
             scores, rows = (np.concatenate(one, axis=1) for one in zip(*hits, strict=True))
-        scores, rows = _sorted(scores, rows, n)
+            scores, rows = _sorted(scores, rows, n)
         if len(queries) > 1:
             scores, rows = self._with_exact_ties(queries, scores, rows)
         lowest, furthest = scores[:, -1], rows[:, n - 1 :]

@@ -16,6 +16,7 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent import futures
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -101,6 +102,20 @@ class _Usage:
         self.read_at = time.monotonic()  # when the last read ended
         self.reported_at = -math.inf  # when an image file was last reported missing
         self.lock = threading.Lock()
+
+
+class _Read:
+    """A read of a gallery while it runs."""
+
+    def __init__(self, usage: _Usage) -> None:
+        self._usage = usage
+
+    def __enter__(self) -> None:
+        self._usage.reads[self] = time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        del self._usage.reads[self]
+        self._usage.read_at = time.monotonic()
 
 
 class Served:
@@ -205,16 +220,9 @@ class Served:
                 f"was rebuilt and is at build {current[:VERSION_DIGITS]} now. Search again."
             )
 
-    @contextlib.contextmanager
-    def reading(self) -> Iterator[None]:
+    def reading(self) -> AbstractContextManager[object]:
         """Hold this around work that reads the gallery: `refuse_if_hanging` needs its duration."""
-        read = object()
-        self._usage.reads[read] = time.monotonic()
-        try:
-            yield
-        finally:
-            del self._usage.reads[read]
-            self._usage.read_at = time.monotonic()
+        return _Read(self._usage)
 
     def refuse_if_hanging(self, limit_s: float) -> None:
         """Refuse new reads while a read has run longer than `limit_s` and no read has ended since

@@ -56,6 +56,11 @@ class SnapshotKeeper:
         self._columns: Columns | None = None  # the newest ones
         self._loading = threading.Lock()  # not `_advancing`, which all searches take
 
+    @property
+    def loaded_seq(self) -> int:
+        """The newest write in memory, which no search is beyond; -1 before the first search."""
+        return -1 if self._snapshot is None else self._snapshot.state.seq
+
     @contextlib.contextmanager
     def reading(self) -> Iterator[Reading]:
         """The latest state, for the duration of a `with` block. Raises: GalleryCorruptError."""

@@ -72,6 +72,11 @@ class GalleryUpkeep(GalleryReader):
     def version(self) -> str:
         return self._version_at(self._catalog.state().seq)
 
+    @property
+    def loaded_version(self) -> str:
+        """The newest version in memory, which no search is beyond; it reads no file."""
+        return self._version_at(self._snapshots.loaded_seq)
+
     def facts(self) -> GalleryFacts:
         """A description of the gallery's current state."""
         with self._snapshots.reading() as reading:

@@ -7,7 +7,6 @@ A sample of searches is repeated with exact search in the background, to estimat
 """
 
 import asyncio
-import contextlib
 import hashlib
 import threading
 import time
@@ -38,7 +37,7 @@ from kinlens.quality.answers import (
 )
 from kinlens.quality.calibration import Calibrated, choose
 from kinlens.quality.guarantee import Guarantee
-from kinlens.service.concurrency import DaemonThreads, SearchThreads, too_late, within
+from kinlens.service.concurrency import DaemonThreads, SearchThreads, too_late
 from kinlens.service.encoding.cache import Cache, Lookup
 from kinlens.service.encoding.model import Known, Model, Stages, View
 from kinlens.service.encoding.workers import Vector
@@ -103,8 +102,10 @@ class Pipeline:
         """
         self.in_flight += 1
         try:
-            async with within(self.limit_s, *_LIMITED, since=since):
+            async with asyncio.timeout_at(since + self.limit_s):
                 return await self._search(query)
+        except TimeoutError as error:
+            raise too_late(self.limit_s, *_LIMITED) from error
         finally:
             self.in_flight -= 1
 
@@ -144,8 +145,11 @@ class Pipeline:
 
     async def _search(self, query: Query, *, bulk: bool = False) -> Answer:
         await self.registry.refresh_if_unknown(query.gallery)
-        with contextlib.suppress(BundleMismatchError), self.registry.lease(query.gallery) as served:
-            return await self._run_in_thread(served, query, bulk)
+        try:
+            with self.registry.lease(query.gallery) as served:
+                return await self._run_in_thread(served, query, bulk)
+        except BundleMismatchError:
+            pass
         # A gallery on Milvus has switched to another bundle: wait for the model of that.
         await self.registry.read_from_disk(self.limit_s, query.gallery)
         with self.registry.lease(query.gallery) as served:
@@ -216,8 +220,9 @@ class Pipeline:
                     found = replace(found, guaranteed=described(kept))
             results = found.encoded(served.name, gallery.generation, self.image_url)
             search_ms = (time.perf_counter() - before) * 1e3
-            # If the version has changed, the results may be from a later version.
-            if not served.is_remote and gallery.version == version:
+            # If a later version is in memory, the results may be from that.
+            whole = served.whole
+            if isinstance(whole, IndexedGallery) and whole.loaded_version == version:
                 self.cache.set(key, version.encode() + results)
             self.sampler.offer(served.name, query.k, found, version)
         total_ms = (time.perf_counter() - started) * 1e3
@@ -295,16 +300,15 @@ class Pipeline:
                 raise ValueError("the answer is about another version of the gallery")
             return payload[_VERSION_BYTES:]
 
+        answers = Lookup("answer", key, current)
+        if not served.is_remote and (results := self.cache.get_local(answers)) is not None:
+            return results, []
         model = _model(served, query)
         lookups = [model.lookup(view) for view in query.images]
         if served.is_remote:  # no reliable version number, so answers are not cached
             vectors = self.cache.get_all(lookups)
             self.metrics.observe_stage("cache", time.perf_counter() - started)
             return None, vectors
-        answers = Lookup("answer", key, current)
-        results = self.cache.get_local(answers)
-        if results is not None:
-            return results, []
         results, *vectors = self.cache.get_all([answers, *lookups])
         self.metrics.observe_stage("cache", time.perf_counter() - started)
         return results, vectors

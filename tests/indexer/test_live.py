@@ -47,6 +47,15 @@ def keys(gallery: Gallery, where: Filter | None = None) -> set[str]:
     return {hit.key for hit in hits}
 
 
+def test_no_search_is_beyond_the_loaded_version(gallery: Gallery, out: Path) -> None:
+    with closing(Gallery.open(out)) as reader:
+        for name in range(3):
+            gallery.add(entries(range(name, name + 1)))
+            assert reader.loaded_version != gallery.version == reader.version
+            reader.search(QUERY, 3)
+            assert reader.loaded_version == reader.version
+
+
 @pytest.mark.parametrize("kind", ["another item", "a hit changes", "a hit is removed"])
 def test_a_search_is_repeated_only_if_a_write_has_changed_one_of_its_hits(
     gallery: Gallery, monkeypatch: pytest.MonkeyPatch, kind: str

@@ -18,7 +18,8 @@ from kinlens.indexer.types import IndexLocation
 from kinlens.service.access.keys import EVERYTHING, Binding
 from kinlens.service.concurrency import KeyedThreads, Recent
 from kinlens.service.encoding.model import Model, Models
-from kinlens.service.galleries.registry import Registry, Served, probe
+from kinlens.service.galleries.registry import Registry, Served
+from kinlens.service.galleries.reloads import probe
 from kinlens.service.galleries.remote import ImageStores
 
 _PERIOD_S = 4.0

@@ -27,7 +27,8 @@ from kinlens.service.galleries.following import Following
 from kinlens.service.galleries.items import Items
 from kinlens.service.galleries.locations import Locations, Opened, open_gallery
 from kinlens.service.galleries.managed import ManagedGalleries
-from kinlens.service.galleries.registry import Registry, Served, change
+from kinlens.service.galleries.registry import Served, change
+from kinlens.service.galleries.reloads import Reloads
 from kinlens.service.galleries.remote import DiskCache, ImageStores
 from kinlens.service.galleries.renditions import Renditions
 from kinlens.service.galleries.uploads import Sweeper
@@ -80,7 +81,8 @@ class Runtime:
         bundles.begin()
         try:
             self.models = Models(bundles.open, self._connect)
-            self.registry = self._open_registry(bundles.primary(), galleries)
+            self.reloads = self._open_galleries(bundles.primary(), galleries)
+            self.registry = self.reloads.registry
         finally:
             bundles.end_unused()
         self.sampler = RecallSampler(self.registry, self.metrics, settings.recall_sample)
@@ -127,7 +129,7 @@ class Runtime:
         batch_size, on_batch = self.settings.images_at_once(), self.metrics.batch_size.observe
         return Model(backend, self.cache, self.search_threads, batch_size, on_batch)
 
-    def _open_registry(self, primary: str, galleries: Mapping[str, Opened] | None) -> Registry:
+    def _open_galleries(self, primary: str, galleries: Mapping[str, Opened] | None) -> Reloads:
         settings, metrics = self.settings, self.metrics
         locations = Locations(settings, galleries)
         self.hidden = locations.hidden()
@@ -136,7 +138,7 @@ class Runtime:
                 "There is no gallery. Set at least one folder with --gallery or KINLENS_GALLERIES, "
                 "or a folder for galleries created over HTTP with --state."
             )
-        return Registry(
+        return Reloads(
             locations,
             self.models,
             primary,
@@ -148,7 +150,7 @@ class Runtime:
     @property
     def galleries(self) -> Mapping[str, Opened]:
         """The galleries by name. Requests must acquire a lease from the registry instead."""
-        return self.registry.galleries()
+        return self.reloads.galleries()
 
     @property
     def embedder(self) -> ModelFacts:
@@ -159,7 +161,7 @@ class Runtime:
         """Connect to Redis, warm up the models, open the galleries and start background work."""
         if self.redis is not None:
             await self.redis.start()
-        await self.registry.start(self.settings.reload_interval_ms / 1e3)
+        await self.reloads.start(self.settings.reload_interval_ms / 1e3)
         layers = self.registry.model.workers.layers
         log, absent = structlog.get_logger(), absences(layers)
         if absent:
@@ -212,6 +214,11 @@ class Runtime:
         async with within(limit_s, f"Reading {what}"):
             return await self.pools[pool].run(work, subject=subject)
 
+    async def read_in(self, name: str, what: str, read: Callable[[Served], T]) -> T:
+        """The result of `read` with a gallery. Raises: GalleryNotFoundError; as `read`."""
+        async with self.registry.find(name) as served:
+            return await self.read(what, partial(read, served), served=served)
+
     async def in_state(self, subject: str, part: P | None, work: Callable[[P], T]) -> T:
         """Run `work` with a part of the state folder in a thread, within the request timeout.
         `subject` is its file, which may hang.
@@ -254,7 +261,7 @@ class Runtime:
             close(*(pool.close for pool in self.pools.values()), self.image_stores.close)
             close(self.search_threads.close)
             close(self.sampler.close)
-            ending.push_async_callback(self.registry.stop)
+            ending.push_async_callback(self.reloads.stop)
             ending.push_async_callback(self.following.stop)
             if self.sweeper is not None:
                 ending.callback(self.sweeper.stop)

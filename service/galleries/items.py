@@ -216,7 +216,7 @@ class Items:
 
         with contextlib.suppress(GalleryBusyError, BundleMismatchError):
             return await attempt()
-        await self.registry.read_from_disk(name=gallery)
+        await self.registry.read_from_disk(self.limit_s, gallery)
         return await attempt()
 
     def _upload_store(self, served: Served) -> UploadFolder | SharedUploads:

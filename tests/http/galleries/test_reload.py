@@ -325,7 +325,7 @@ def test_a_slow_disk_is_looked_at_to_its_end(tmp_path, closes, monkeypatch) -> N
         time.sleep(0.2)  # all take longer than one may
         return stamp(location)
 
-    monkeypatch.setattr("kinlens.service.galleries.registry._LOCATION_S", 1.0)
+    monkeypatch.setattr("kinlens.service.galleries.reloads.LOCATION_S", 1.0)
     monkeypatch.setattr(GalleryLocation, "stamp", look)
     embedder = FakeEmbedder()
     for name in names:
@@ -388,7 +388,7 @@ def test_hung_threads_do_not_block_others(
 
 def test_a_gallery_that_hangs_is_unavailable(start_service, hung, gallery, monkeypatch) -> None:
     service = start_service(galleries={"hung": hung, "shop": gallery})
-    monkeypatch.setattr("kinlens.service.galleries.registry._LOCATION_S", 0.5)
+    monkeypatch.setattr("kinlens.service.galleries.registry.LOCATION_S", 0.5)
     hung.gate.clear()
     for _ in range(4):  # more often than there are threads for files
         listed = service.client.get("/galleries")

@@ -22,7 +22,7 @@ from kinlens.quality.calibrator import Calibrator
 from kinlens.quality.golden import GoldenSet
 from kinlens.quality.guarantee import LEVEL
 from kinlens.service.access.keys import open_keys
-from kinlens.service.addresses import describe_link
+from kinlens.service.access.links import describe_link
 from kinlens.service.encoding.model import Backend
 from kinlens.service.encoding.sandbox import absences, holding
 from kinlens.service.galleries.bundles import Bundles

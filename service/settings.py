@@ -18,9 +18,8 @@ from kinlens.embedder.preprocess import ImageLimits
 from kinlens.indexer.types import GALLERY_NAME, MILVUS, Consistency, milvus_address, seconds_of
 from kinlens.models import MAX_ITEMS, FeedbackMode, Scope
 from kinlens.quality.calibration import DEFAULT_PRIOR
-from kinlens.service.access.links import check_prefix
+from kinlens.service.access.links import check_image_url, check_prefix, check_product_url, origin_of
 from kinlens.service.access.rates import parse_rates
-from kinlens.service.addresses import check_image_url, check_product_url, origin_of
 from kinlens.service.redis import check_url
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network

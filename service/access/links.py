@@ -1,4 +1,5 @@
-"""The links in answers to this service: below its path prefix, and signed for images.
+"""The links in answers: to this service, below its path prefix and signed for images; and to other
+sites, from the attributes of an item.
 
 A proxy may serve the service below a path such as /visual. `Edge` sets the prefix for a request. It
 removes only the prefix of the settings from a path: that of a header could be of a client, and lead
@@ -16,7 +17,7 @@ well, which gives them nothing: a link shows an image only as long as the key it
 import hmac
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -24,6 +25,7 @@ from urllib.parse import quote, unquote
 
 from kinlens.embedder.errors import KeyMissingError
 from kinlens.service.access.keys import Key
+from kinlens.values import NAME, AttributeValue, filled, text_of
 
 VERSION_DIGITS = 12
 """Hex digits of a generation in links."""
@@ -52,6 +54,8 @@ _OWN = frozenset((
 """The first segments of all routes: whether /ui/search begins with a prefix would be unknown."""
 _PREFIX = re.compile(r"(/[A-Za-z0-9._~-]+)+")
 _MOST_CHARACTERS = 200
+_ORIGIN = re.compile(r"(?i)(https?://(?:\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::\d{1,5})?)/")
+_EXAMPLE = "https://shop.example/p/{product}"
 PREFIX: ContextVar[str] = ContextVar("kinlens_prefix", default="")
 """The path prefix of a request and of the pool calls that it starts."""
 
@@ -152,3 +156,60 @@ def check(key: Key | None, item: Mapping[str, str], query: Mapping[str, str]) ->
 
 def _mac(digest: str, *parts: str) -> str:
     return hmac.digest(digest.encode(), "\n".join(parts).encode(), "sha256")[:_MAC_BYTES].hex()
+
+
+def check_product_url(text: str) -> None:
+    """Raises: ValueError if it is neither the name of an attribute nor a template of an address."""
+    if not NAME.search(text):
+        if re.search(r"[{}/:]", text):
+            raise ValueError(
+                f"{text!r} names no attribute; write the name of an attribute that is a link, such "
+                f"as url, or an address with attributes in braces, such as {_EXAMPLE}"
+            )
+    elif re.search(r"[{}\s]", NAME.sub("", text)) or not re.match(r"(?i)https?://[^/]|/", text):
+        raise ValueError(
+            f"{text!r} is not the address of a product; begin with https://, http:// or / and put "
+            f"each attribute in braces, such as {_EXAMPLE}"
+        )
+
+
+def check_image_url(text: str) -> None:
+    """Raises: ValueError if it is neither empty, nor the name of an attribute, nor a template of a
+    web address.
+    """
+    check_product_url(text)
+    if NAME.search(text) and origin_of(text) is None:
+        raise ValueError(
+            f"{text!r} is not the address of an image; begin with https:// or http:// and a host, "
+            "such as https://cdn.example/{key}.jpg"
+        )
+
+
+def image_address(image_url: str, key: str, attributes: Mapping[str, AttributeValue]) -> str | None:
+    """The address of the image of an item elsewhere: in the attribute `image_url`, or the template
+    `image_url` with the key and attributes of the item. None if it has no such address.
+    """
+    if not image_url:
+        return None
+    if not NAME.search(image_url):
+        address = attributes.get(image_url)
+        is_address = isinstance(address, str) and re.match(r"(?i)https?://[^/\s]", address)
+        return str(address) if is_address else None
+    texts = {"key": key} | {name: text_of(value) for name, value in attributes.items()}
+    return filled(image_url, texts, safe="/")
+
+
+def origin_of(image_url: str) -> str | None:
+    """The web origin of a template; None for an attribute, whose addresses can be of any."""
+    found = _ORIGIN.match(image_url)
+    return None if found is None else found[1].lower()
+
+
+def describe_link(names: Collection[str], product_url: str) -> str:
+    """Whether results lead to the shop, if items have the attributes `names`."""
+    if not product_url:
+        return "KINLENS_PRODUCT_URL is empty: results do not lead to your shop"
+    needed = NAME.findall(product_url) or [product_url]
+    if missing := [name for name in needed if name not in names]:
+        return f"no attribute {' or '.join(missing)}: results do not lead to your shop"
+    return f"link to your shop from {product_url}"

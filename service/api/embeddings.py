@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from fastapi import APIRouter, Request, Response
 from pydantic import AfterValidator, Field, WithJsonSchema
-from pydantic_core import PydanticCustomError, to_json
+from pydantic_core import to_json
 
 from kinlens import models
 from kinlens.embedder import errors
@@ -22,6 +22,7 @@ from kinlens.embedder.programs.faults import shown
 from kinlens.embedder.types import SHORT, Embeddings, check_dims, first_numbers
 from kinlens.indexer.types import no_item
 from kinlens.service.access.rates import account_of
+from kinlens.service.api.fields import Strict, base64_content, is_data_url, worded
 from kinlens.service.api.galleries import (
     FAILURES,
     IMAGE_FAILURES,
@@ -30,16 +31,22 @@ from kinlens.service.api.galleries import (
     ItemRef,
     Service,
 )
-from kinlens.service.api.requests import Strict, base64_content, is_data_url
-from kinlens.service.api.search import while_connected
 from kinlens.service.concurrency import within
 from kinlens.service.encoding.cache import encode_vector
 from kinlens.service.encoding.model import Model
 from kinlens.service.encoding.workers import Vector
+from kinlens.service.galleries.registry import Served
 from kinlens.service.http import bodies
 from kinlens.service.http.bodies import JSON, fault, read_model
 from kinlens.service.http.openapi import model_docs, problems
-from kinlens.service.http.rules import Admission, Handler, RequestRoute, Route, rule
+from kinlens.service.http.rules import (
+    Admission,
+    Handler,
+    RequestRoute,
+    Route,
+    rule,
+    while_connected,
+)
 from kinlens.service.problems import MEDIA_TYPE, UNKNOWN_MODEL, RefusedError
 from kinlens.service.runtime import Runtime
 from kinlens.service.settings import Settings
@@ -86,16 +93,16 @@ class OpenAIRoute(RequestRoute):
 
 
 def _inputs(value: Any) -> list[bytes | str]:
-    """A validator: the image files, and the texts of inputs that are not images."""
+    """The image files, and the texts of inputs that are not images.
+
+    Raises: InvalidParameterError.
+    """
     sent = [value] if isinstance(value, str) else value
     if not isinstance(sent, list) or not all(isinstance(one, str) for one in sent):
-        raise PydanticCustomError(
-            "input", "input must be a text or a list of texts. " + _FORMS + "."
-        )
+        raise InvalidParameterError(f"input must be a text or a list of texts. {_FORMS}.")
     if not 1 <= len(sent) <= Settings.max_items_per_request:
-        raise PydanticCustomError(
-            "input",
-            f"input has {len(sent):,} entries; send from 1 to {Settings.max_items_per_request:,}.",
+        raise InvalidParameterError(
+            f"input has {len(sent):,} entries; send from 1 to {Settings.max_items_per_request:,}."
         )
     return [_image_or_text(one) for one in sent]
 
@@ -107,19 +114,19 @@ def _image_or_text(text: str) -> bytes | str:
     lines = text.split()  # some programs break the lines of base64
     try:
         content = base64_content("".join(lines))
-    except PydanticCustomError:
+    except InvalidParameterError:
         content = b""
     if format_of(content):
         return content
     if "://" in text or any(map(_ENCODED.fullmatch, lines)):
-        raise PydanticCustomError("input", f"input is a link, or a file but no image. {_FORMS}.")
+        raise InvalidParameterError(f"input is a link, or a file but no image. {_FORMS}.")
     return text
 
 
 class EmbeddingRequest(Strict):
     """Images and texts to embed, as in OpenAI's API."""
 
-    input: Annotated[Any, AfterValidator(_inputs), WithJsonSchema(_INPUT_SCHEMA)]
+    input: Annotated[Any, AfterValidator(worded(_inputs)), WithJsonSchema(_INPUT_SCHEMA)]
     model: Annotated[
         str | None,
         Field(description="Name or id of a bundle; default: that of the first gallery."),
@@ -204,23 +211,21 @@ for _path, _by, _item in ITEM_PATHS:
         runtime: Service, name: str, generation: Generation, ref: ItemRef = _item
     ) -> models.ItemVector:
         """The stored vector of an item; send it as a vector of a search or of another item."""
-        async with runtime.registry.find(name) as served:
+
+        def read(served: Served) -> models.ItemVector:
             served.check_generation(generation or ref.generation)
-            gallery = served.gallery
+            items, vectors = served.gallery.items_at([ref.id])
+            if not items:
+                raise errors.ItemNotFoundError(no_item(ref.id))
+            return models.ItemVector(
+                id=items[0].id,
+                key=items[0].key,
+                sha256=items[0].sha256,
+                bundle_id=served.model.bundle_id,
+                vector=vectors[0].tolist(),
+            )
 
-            def read() -> models.ItemVector:
-                items, vectors = gallery.items_at([ref.id])
-                if not items:
-                    raise errors.ItemNotFoundError(no_item(ref.id))
-                return models.ItemVector(
-                    id=items[0].id,
-                    key=items[0].key,
-                    sha256=items[0].sha256,
-                    bundle_id=served.model.bundle_id,
-                    vector=vectors[0].tolist(),
-                )
-
-            return await runtime.read("the vector", read, served=served)
+        return await runtime.read_in(name, "the vector", read)
 
 
 def _model_of(runtime: Runtime, named: str | None) -> Model:

@@ -9,8 +9,8 @@ from pydantic import Field
 
 from kinlens.embedder import errors
 from kinlens.models import Action, FeedbackCounts
+from kinlens.service.api.fields import Strict, read_form
 from kinlens.service.api.galleries import FAILURES, Service, item_of_key
-from kinlens.service.api.requests import Strict, read_form
 from kinlens.service.galleries.feedback import (
     IMAGE_PX,
     ClickedWords,
@@ -76,9 +76,8 @@ async def feedback(runtime: Service, request: Request) -> None:
     store = store_of(runtime)
     sent, image = await _read(request)
     question = store.question(sent.answer_id)
-    async with runtime.registry.find(question.gallery) as served:
-        read = partial(item_of_key, served, sent.item)  # it may have been removed since
-        await runtime.read("the item", read, served=served)
+    find = partial(item_of_key, key=sent.item)
+    await runtime.read_in(question.gallery, "the item", find)  # it may have been removed since
     stored_image = b"" if image is None else await _stored_image(runtime, question, image)
 
     def add(store: FeedbackStore) -> bool:

@@ -7,7 +7,6 @@ from pathlib import Path as FilePath
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
-from pydantic import Field, JsonValue
 
 from kinlens.embedder import errors
 from kinlens.indexer.galleries import GalleryFacts
@@ -32,7 +31,7 @@ from kinlens.service.access.links import (
     VERSION_TEXT,
     public_path,
 )
-from kinlens.service.api import requests
+from kinlens.service.api.fields import FilterText, Strict, where_of
 from kinlens.service.galleries.feedback import forget
 from kinlens.service.galleries.locations import Gallery
 from kinlens.service.galleries.registry import Served
@@ -116,10 +115,11 @@ async def _by_id(item_id: ItemId) -> ItemRef:
 
 
 async def _by_key(runtime: Service, name: str, key: Key) -> ItemRef:
-    async with runtime.registry.find(name) as served:
-        read = partial(item_of_key, served, key)
-        item = await runtime.read("the item", read, served=served)
+    def read(served: Served) -> ItemRef:
+        item = item_of_key(served, key)
         return ItemRef(item.id, served.gallery.generation[:VERSION_DIGITS])
+
+    return await runtime.read_in(name, "the item", read)
 
 
 ITEM_PATHS: tuple[tuple[str, str, Any], ...] = (
@@ -147,7 +147,7 @@ def unknown_key(gallery: str, key: str) -> errors.ItemNotFoundError:
 router = APIRouter(route_class=Route)
 
 
-class NewGallery(requests.Strict):
+class NewGallery(Strict):
     """An empty gallery to create; by default for the bundle of the first gallery."""
 
     name: str
@@ -167,19 +167,16 @@ async def galleries(runtime: Service) -> Galleries:
 @rule("search", "items")
 async def gallery(runtime: Service, name: str) -> GalleryDetail:
     """A gallery with its attributes (for filters), index and calibration."""
-    async with runtime.registry.find(name) as served:
-        read = partial(_detail, served, runtime.settings, runtime.image_stores)
-        detail = await runtime.read("the gallery", read, served=served)
+    read = partial(_detail, settings=runtime.settings, stores=runtime.image_stores)
+    detail = await runtime.read_in(name, "the gallery", read)
     detail.feedback = runtime.settings.feedback
     return detail
 
 
-class CountItems(requests.Strict):
+class CountItems(Strict):
     """The items to count: those that match the filter, or all."""
 
-    filter: Annotated[
-        str | dict[str, JsonValue] | None, Field(description="As in a search: text or JSON.")
-    ] = None
+    filter: FilterText = None
 
 
 @router.post(
@@ -193,16 +190,15 @@ async def count(runtime: Service, name: str, request: Request) -> CountAnswer:
     async with runtime.registry.find(name):
         pass  # raises for an unknown gallery before the body is read
     sent = await read_model(request, CountItems) if await request.body() else CountItems()
-    where = await runtime.read("the filter", lambda: requests.where_of(sent.filter), "body")
-    async with runtime.registry.find(name) as served:
+    where = await runtime.read("the filter", lambda: where_of(sent.filter), "body")
+
+    def read(served: Served) -> CountAnswer:
         gallery = served.gallery
+        version = gallery.version
+        total = gallery.size if where is None else gallery.page(0, 0, where).total
+        return CountAnswer(count=total, version=version)
 
-        def read() -> CountAnswer:
-            version = gallery.version
-            total = gallery.size if where is None else gallery.page(0, 0, where).total
-            return CountAnswer(count=total, version=version)
-
-        return await runtime.read("the items", read, served=served)
+    return await runtime.read_in(name, "the items", read)
 
 
 @router.post(

@@ -1,6 +1,5 @@
 """The items of galleries over HTTP: list, put, patch, remove."""
 
-import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -10,17 +9,13 @@ from fastapi import APIRouter, Query, Request
 from pydantic import (
     ConfigDict,
     Field,
-    JsonValue,
     RootModel,
     SkipValidation,
-    WithJsonSchema,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
 
 from kinlens.embedder import errors
 from kinlens.embedder.errors import InvalidParameterError
-from kinlens.embedder.programs.faults import shown
 from kinlens.embedder.sources.names import composed
 from kinlens.indexer.filters.tree import Filter
 from kinlens.indexer.types import Item, SearchOptions, sort_by_of
@@ -36,10 +31,16 @@ from kinlens.models import (
     RestoreAnswer,
 )
 from kinlens.service.access.audit import note
-from kinlens.service.access.links import image_link
+from kinlens.service.access.links import image_address, image_link
 from kinlens.service.access.rates import account_of
-from kinlens.service.addresses import image_address
-from kinlens.service.api import requests
+from kinlens.service.api.fields import (
+    FilterText,
+    Strict,
+    custom_error,
+    facets_of,
+    fields_of,
+    where_of,
+)
 from kinlens.service.api.galleries import (
     CHANGE_FAILURES,
     FAILURES,
@@ -51,15 +52,12 @@ from kinlens.service.api.galleries import (
     item_of_key,
     unknown_key,
 )
-from kinlens.service.api.requests import Strict, where_of
-from kinlens.service.encoding.vectors import vector_content
-from kinlens.service.galleries.items import NewItem
+from kinlens.service.api.puts import put_docs, read_items
 from kinlens.service.galleries.locations import Gallery
 from kinlens.service.galleries.registry import Served
 from kinlens.service.galleries.view import check_names
-from kinlens.service.http import bodies
-from kinlens.service.http.bodies import FORM, JSON, checked, read_model
-from kinlens.service.http.openapi import body_docs, inlined, model_docs, problems
+from kinlens.service.http.bodies import read_model
+from kinlens.service.http.openapi import model_docs, problems
 from kinlens.service.http.rules import Route, rule
 from kinlens.service.problems import described, request_id_of
 from kinlens.service.runtime import Runtime
@@ -83,29 +81,7 @@ _CHANGED: tuple[ItemStatus, ...] = ("added", "replaced", "updated")
 
 
 # The gallery checks the values, and names the item and the attribute.
-Attributes = dict[str, Annotated[AttributeValue, SkipValidation]]
 Changes = dict[str, Annotated[AttributeValue | None, SkipValidation]]
-
-
-_OF_PRODUCT = (
-    "The product that all these images show. It is stored as the attribute `product` and is the "
-    "prefix of generated keys. Search with group_by=product."
-)
-
-
-class NewItemModel(Strict):
-    """An item to add or replace: its key, its image or its vector, and all of its attributes. If
-    `attributes` is omitted or null, the stored attributes are kept.
-    """
-
-    key: str | None = None
-    data: Annotated[str | None, Field(description="The image file, base64.")] = None
-    vector: Annotated[
-        Any,
-        WithJsonSchema({"anyOf": [*requests.VECTOR_FORMS, {"type": "null"}]}),
-        Field(description=f"In place of data, for an item without image. {requests.VECTOR_TEXT}"),
-    ] = None
-    attributes: Attributes | None = None
 
 
 class KeyChanges(RootModel[Annotated[Changes, Field(min_length=1)]]):
@@ -114,23 +90,6 @@ class KeyChanges(RootModel[Annotated[Changes, Field(min_length=1)]]):
 
 _ByKey = Annotated[dict[str, Changes], Field(fail_fast=True, min_length=1, max_length=MAX_KEYS)]
 _Keys = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_KEYS)]
-_Filter = Annotated[
-    str | dict[str, JsonValue] | None, Field(description="As in a search: text or JSON.")
-]
-
-
-_KEEP = (
-    "false: store the vector of each image and not the image, as if it was never sent. Answers "
-    "then have `has_image` = false for the item."
-)
-
-
-class PutItems(Strict):
-    """Items to add; an item with the key of a stored item replaces it."""
-
-    keep: Annotated[bool, Field(description=_KEEP)] = True
-    product: Annotated[str | None, Field(description=_OF_PRODUCT, min_length=1)] = None
-    items: Annotated[list[NewItemModel], Field(fail_fast=True, min_length=1)]
 
 
 class PatchItems(Strict):
@@ -152,7 +111,7 @@ class PatchItems(Strict):
     products: (
         Annotated[_ByKey, Field(description="By value of the attribute `product`.")] | None
     ) = None
-    filter: _Filter = None
+    filter: FilterText = None
     set: Annotated[Changes, Field(min_length=1)] | None = None
 
     @model_validator(mode="after")
@@ -160,9 +119,7 @@ class PatchItems(Strict):
         by_filter = self.filter is not None, self.set is not None
         selectors = [any(by_filter), self.changes is not None, self.products is not None]
         if by_filter not in ((True, True), (False, False)) or sum(selectors) != 1:
-            raise requests.custom_error(
-                "Send either changes, or products, or filter together with set."
-            )
+            raise custom_error("Send either changes, or products, or filter together with set.")
         return self
 
 
@@ -170,7 +127,7 @@ class RemoveItems(Strict):
     """The items to remove: those with these keys, or those that match the filter."""
 
     keys: _Keys | None = None
-    filter: _Filter = None
+    filter: FilterText = None
     keep: Annotated[
         list[str],
         Field(
@@ -186,31 +143,6 @@ class RestoreItems(Strict):
     """The keys of removed items to restore."""
 
     keys: _Keys
-
-
-def _parts(of: dict[str, str], description: str) -> dict[str, Any]:
-    return {"type": "array", "items": {"type": "string", **of}, "description": description}
-
-
-_PUT_FORM = {
-    "type": "object",
-    "required": ["image"],
-    "properties": {
-        "image": _parts({"format": "binary"}, "The image files, one for each item."),
-        "key": _parts({}, "The key of each image, in order; may be omitted with product."),
-        "product": {"type": "string", "description": _OF_PRODUCT},
-        "keep": {"type": "string", "enum": ["true", "false"], "description": _KEEP},
-        "attributes": _parts(
-            {},
-            "A JSON object for each image, or null to keep the stored attributes; may be omitted.",
-        ),
-    },
-}
-
-
-def _put_docs() -> dict[str, Any]:
-    form = {"schema": _PUT_FORM, "encoding": {"attributes": {"contentType": JSON}}}
-    return body_docs({FORM: form, JSON: {"schema": inlined(PutItems)}})
 
 
 router = APIRouter(route_class=Route, prefix="/galleries/{name}/items")
@@ -249,31 +181,29 @@ async def items(
     """
     fitting = await runtime.read("the filter", lambda: where_of(where), "body") if where else None
     image_url = runtime.settings.image_url
-    async with runtime.registry.find(name) as served:
-        gallery = served.gallery
 
-        def read() -> ItemPage:
-            above = -1 if after is None else after
-            order = sort_by_of(sort_by) if sort_by else None
-            wanted_fields = _fields(gallery, fields)
-            page = gallery.page(offset, limit, fitting, key_prefix, above, order)
-            counts: dict[str, Any] = {}
-            if facets:
-                wanted = SearchOptions(where=fitting)
-                found = gallery.facets(requests.facets_of(facets), None, wanted, key_prefix)
-                counts = {"facets": {key: one.described() for key, one in found.items()}}
-            return ItemPage(
-                total=page.total,
-                offset=offset,
-                items=[
-                    item_model(name, gallery, item, image_url, wanted_fields) for item in page.items
-                ],
-                last=page.last,
-                generation=gallery.generation,
-                **counts,
-            )
+    def read(served: Served) -> ItemPage:
+        gallery, above = served.gallery, -1 if after is None else after
+        order = sort_by_of(sort_by) if sort_by else None
+        wanted_fields = _fields(gallery, fields)
+        page = gallery.page(offset, limit, fitting, key_prefix, above, order)
+        counts: dict[str, Any] = {}
+        if facets:
+            wanted = SearchOptions(where=fitting)
+            found = gallery.facets(facets_of(facets), None, wanted, key_prefix)
+            counts = {"facets": {key: one.described() for key, one in found.items()}}
+        return ItemPage(
+            total=page.total,
+            offset=offset,
+            items=[
+                item_model(name, gallery, item, image_url, wanted_fields) for item in page.items
+            ],
+            last=page.last,
+            generation=gallery.generation,
+            **counts,
+        )
 
-        return await runtime.read("the items", read, served=served)
+    return await runtime.read_in(name, "the items", read)
 
 
 @router.get(
@@ -332,7 +262,7 @@ async def remove_by_key(runtime: Service, request: Request, name: str, key: Key)
     responses=problems(*CHANGE_FAILURES, *IMAGE_FAILURES, errors.DeltaFullError),
     summary="Put items",
 )
-@rule("write", "items", "batch", docs=_put_docs)
+@rule("write", "items", "batch", docs=put_docs)
 async def put(runtime: Service, name: str, request: Request) -> PutAnswer:
     """Add items, or replace items with the same keys. A bad image or vector only fails its item.
 
@@ -341,7 +271,7 @@ async def put(runtime: Service, name: str, request: Request) -> PutAnswer:
     """
     async with runtime.registry.find(name):
         pass  # raises for an unknown gallery before the body is read
-    new = await _new_items(request, runtime)
+    new = await read_items(request)
     if len(new) > 1:
         await account_of(request.scope).owe(len(new))
     put, version = await runtime.items.put(name, new)
@@ -454,14 +384,11 @@ async def remove_item(
 async def _described(
     runtime: Runtime, name: str, fields: str | None, find: Callable[[Served], Item]
 ) -> ItemModel:
-    image_url = runtime.settings.image_url
-    async with runtime.registry.find(name) as served:
-        gallery = served.gallery
+    def read(served: Served) -> ItemModel:
+        gallery, image_url = served.gallery, runtime.settings.image_url
+        return item_model(name, gallery, find(served), image_url, _fields(gallery, fields))
 
-        def read() -> ItemModel:
-            return item_model(name, gallery, find(served), image_url, _fields(gallery, fields))
-
-        return await runtime.read("the item", read, served=served)
+    return await runtime.read_in(name, "the item", read)
 
 
 async def _where(runtime: Runtime, sent: str | dict[str, Any] | None, cure: str) -> Filter:
@@ -484,7 +411,7 @@ def _fields(gallery: Gallery, sent: str | None) -> Sequence[str] | None:
 
     Raises: InvalidParameterError, FilterError for an unknown one.
     """
-    sent_names = requests.fields_of(sent)
+    sent_names = fields_of(sent)
     names = None if sent_names is None else [composed(name) for name in sent_names]
     check_names(gallery, names or (), "return")
     return names
@@ -509,127 +436,3 @@ def item_model(
         has_image=item.has_image,
         image_url=None if item.has_image else image_address(image_url, item.key, item.attributes),
     )
-
-
-async def _new_items(request: Request, runtime: Runtime) -> list[NewItem]:
-    """The items in a request.
-
-    Raises: HTTPException (400, 415), InvalidParameterError, RequestValidationError.
-    """
-    body, kind = await bodies.read_body(request, FORM, JSON)
-    read = _from_json if kind == JSON else _from_form
-    limit = runtime.settings.max_items_per_request
-    return await bodies.off_loop(request, lambda: read(request, body, limit))
-
-
-def _from_form(request: Request, body: bytes, limit: int) -> list[NewItem]:
-    images, fields = requests.read_form(request, body)
-    _check_count(len(images), limit)
-    named: dict[str, list[str]] = {"key": [], "attributes": [], "product": [], "keep": []}
-    for name, text in fields:
-        if name not in named:
-            raise InvalidParameterError(
-                f"The form has a field {name[:_SHOWN]!r}; send image, key, attributes, product and "
-                "keep."
-            )
-        named[name].append(text)
-    keys, attributes, products, keep = named.values()
-    if keep not in ([], ["true"], ["false"]):
-        raise InvalidParameterError(
-            f"keep = {', '.join(keep)[:_SHOWN]!r} must be true or false, once for all images."
-        )
-    if len(products) > 1 or "" in products:
-        raise InvalidParameterError(
-            f"The form has {len(products)} products, or an empty one; send one for all images."
-        )
-    product = products[0] if products else None
-    needed = (len(images),) if product is None else (0, len(images))
-    if len(keys) not in needed or len(attributes) not in (0, len(images)):
-        raise InvalidParameterError(
-            f"The form has {len(images)} images, {len(keys)} keys and {len(attributes)} "
-            "attributes; send one key for each image, or a product, and attributes for each or for "
-            "none."
-        )
-    new = []
-    for number, image in enumerate(images):
-        key = keys[number] if keys else None
-        sent, fault = _attributes_in(attributes[number], key) if attributes else (None, None)
-        content: Any = image  # as it is, and not as base64
-        item = NewItemModel.model_construct(key=key, data=content, attributes=sent)
-        new.append(_new_item(item, product, keep != ["false"], fault))
-    return new
-
-
-def _attributes_in(
-    text: str, key: str | None
-) -> tuple[Attributes | None, InvalidParameterError | None]:
-    """The attributes in a field of a form, and what is wrong with them."""
-    try:
-        given = bodies.parse_json(text.encode() or b"null")
-        if given is None or isinstance(given, dict):
-            return given, None
-        reason = f"{shown(given)} is not an object"
-    except (ValueError, InvalidParameterError) as error:
-        reason = str(error)
-    return None, InvalidParameterError(
-        f"attributes{f' of item {key!r:.200}' if key else ''}: {reason.rstrip('.')}; send a JSON "
-        "object of texts, numbers and true/false."
-    )
-
-
-def _from_json(_: Request, body: bytes, limit: int) -> list[NewItem]:
-    payload = bodies.parse_object(body)
-    if isinstance(payload.get("items"), list):
-        _check_count(len(payload["items"]), limit)
-    sent = checked(PutItems, payload)
-    return [_new_item(item, sent.product, sent.keep) for item in sent.items]
-
-
-def _new_item(
-    item: NewItemModel,
-    product: str | None,
-    keeps_image: bool,
-    fault: InvalidParameterError | None = None,
-) -> NewItem:
-    """The item to store, of the product, if any; `fault` is what is wrong with its attributes. A
-    generated key is determined by the product and the image or vector.
-    """
-    key, data, vector = item.key, b"", b""
-    try:
-        if (item.data is None) == (item.vector is None):
-            raise InvalidParameterError("The item needs either data or vector; send one of them.")
-        if item.data is not None:
-            data = requests.base64_content(item.data)
-        else:
-            vector = vector_content(item.vector)
-    except PydanticCustomError as error:
-        fault = InvalidParameterError(error.message())
-    except InvalidParameterError as error:
-        fault = error
-    if key is None and product is None and fault is None:
-        fault = InvalidParameterError("The item has no key; send a key, or a product for all.")
-    if key is None:
-        content = hashlib.sha256(data or vector).hexdigest()[:16]
-        key = f"{product}/{content}" if product is not None and (data or vector) else ""
-    attributes = dict(item.attributes or {})
-    if product is not None and attributes.setdefault("product", product) != product:
-        fault = fault or InvalidParameterError(
-            f"Item {key!r:.200} has the attribute product = {attributes['product']!r:.80}, but the "
-            f"request has product = {product!r:.80}. Send one of them."
-        )
-    return NewItem(
-        key,
-        data,
-        attributes,
-        fault,
-        keeps=item.attributes is None,
-        vector=vector,
-        keeps_image=keeps_image,
-    )
-
-
-def _check_count(count: int, limit: int) -> None:
-    if not 1 <= count <= limit:
-        raise InvalidParameterError(
-            f"The request has {count:,} items; send from 1 to {limit:,} per request."
-        )

@@ -27,8 +27,8 @@ from kinlens.models import (
 from kinlens.service.access import keys
 from kinlens.service.access.audit import note
 from kinlens.service.access.keys import CALLER, MAX_OVERLAP, OVERLAP, Key, KeyStore, Limits
+from kinlens.service.api.fields import Strict
 from kinlens.service.api.galleries import STATE_FAILURES, Service
-from kinlens.service.api.requests import Strict
 from kinlens.service.galleries.locations import unknown_gallery
 from kinlens.service.health import OK
 from kinlens.service.http.openapi import problems

@@ -9,7 +9,6 @@ import random
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path as FilePath
 from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, HTTPException, Path, Query, Request, Response
@@ -38,10 +37,11 @@ from kinlens.quality.golden import KEPT_RUNS, GoldenSet, NewQuery
 from kinlens.quality.judging import GoldenResults, Vector, ask, labelled, threshold_of
 from kinlens.service.access.audit import note
 from kinlens.service.api.feedback import SUBJECT, store_of
+from kinlens.service.api.fields import read_form
 from kinlens.service.api.galleries import CHANGE_FAILURES, FAILURES, IMAGE_FAILURES, Service
 from kinlens.service.api.images import AS_SIZE, KEPT, Size
 from kinlens.service.api.items import item_model
-from kinlens.service.api.requests import read_form, search_of
+from kinlens.service.api.search import search_of
 from kinlens.service.concurrency import BoundedPool, within
 from kinlens.service.galleries.feedback import FeedbackStore
 from kinlens.service.galleries.registry import Served
@@ -90,9 +90,7 @@ router = APIRouter(route_class=Route, prefix="/galleries/{name}")
 @rule("write", "galleries")
 async def queries(runtime: Service, name: str) -> GoldenQueries:
     """The labelled queries and the right items of each."""
-    async with runtime.registry.find(name) as served:
-        golden = GoldenSet(_folder(served))
-        found = await runtime.read("the golden set", golden.queries, served=served)
+    found = await runtime.read_in(name, "the golden set", lambda served: _golden(served).queries())
     return GoldenQueries(queries=found)
 
 
@@ -110,7 +108,7 @@ async def add(runtime: Service, name: str, request: Request) -> GoldenQuery:
     """
     async with runtime.registry.find(name) as served:
         served.refuse_if_followed()
-        golden = GoldenSet(_folder(served))
+        golden = _golden(served)
         body, _ = await read_body(request, FORM)
         new = await off_loop(request, lambda: _new_query(request, body))
         async with within(runtime.settings.request_timeout_ms / 1e3, "Embedding the image"):
@@ -131,7 +129,7 @@ async def remove(runtime: Service, request: Request, name: str, sha256: Sha256) 
     """Remove a query with its image; reports are not changed."""
     async with runtime.registry.find(name) as served:
         served.refuse_if_followed()
-        golden = GoldenSet(_folder(served))
+        golden = _golden(served)
 
         def work() -> None:
             if not golden.remove([sha256]):
@@ -158,9 +156,7 @@ async def image(
     size: Annotated[Size, AS_SIZE, Query(description="Maximum longest side in pixels.")] = 320,
 ) -> Response:
     """The image of a labelled query, scaled down."""
-    async with runtime.registry.find(name) as served:
-        golden = GoldenSet(_folder(served))
-        data = await runtime.read("the image", lambda: golden.image(sha256), served=served)
+    data = await runtime.read_in(name, "the image", lambda served: _golden(served).image(sha256))
     if not data:
         raise errors.ItemNotFoundError(f"Query {sha256} has words alone, and no image.")
 
@@ -195,7 +191,7 @@ async def run(
     """
     async with runtime.registry.find(name) as served:
         served.refuse_if_followed()
-        golden = GoldenSet(_folder(served))
+        golden = _golden(served)
         report = await _run(runtime, served, golden, min_score)
         await runtime.change(served, lambda: golden.keep(report))
     return report
@@ -207,10 +203,8 @@ async def runs(
     runtime: Service, name: str, limit: Annotated[int, Query(ge=1, le=KEPT_RUNS)] = 50
 ) -> GoldenRuns:
     """Reports of earlier runs, newest first."""
-    async with runtime.registry.find(name) as served:
-        golden = GoldenSet(_folder(served))
-        found = await runtime.read("the reports", lambda: golden.runs(limit), served=served)
-        return GoldenRuns(runs=found)
+    found = await runtime.read_in(name, "the reports", lambda served: _golden(served).runs(limit))
+    return GoldenRuns(runs=found)
 
 
 @router.get(
@@ -226,7 +220,7 @@ async def unlabelled(runtime: Service, name: str) -> UnlabelledQuery:
     queries guarantee nothing for the others. 404 unless the service stores photos.
     """
     async with runtime.registry.find(name) as served:
-        _folder(served)
+        _golden(served)
         store = _stored_queries(runtime)
         served.refuse_if_followed()
         calibrator = served.calibrator
@@ -358,7 +352,7 @@ async def duplicates(
 async def _of_feedback(runtime: Runtime, name: str, work: Callable[[FeedbackStore], T]) -> T:
     """Run `work` with the feedback, if the caller may use the golden set of the gallery."""
     async with runtime.registry.find(name) as served:
-        _folder(served)
+        _golden(served)
     store = _stored_queries(runtime)
     return await runtime.in_state(SUBJECT, store, work)
 
@@ -375,14 +369,15 @@ def _stored_queries(runtime: Runtime) -> FeedbackStore:
     return store
 
 
-def _folder(served: Served) -> FilePath:
+def _golden(served: Served) -> GoldenSet:
+    """Its golden set. Raises: AccessError, GalleryConflictError if it can have none."""
     served.require_whole()
     if served.path is None:
         raise errors.GalleryConflictError(
             f"Gallery {served.name} is stored in Milvus and has no folder for a golden set. Use a "
             "gallery in a folder."
         )
-    return served.path
+    return GoldenSet(served.path)
 
 
 async def _run(

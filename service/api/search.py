@@ -1,24 +1,32 @@
-"""Searches over HTTP, and the boxes to search with: the routes and their OpenAPI documentation.
+"""Searches over HTTP: their requests (a form, JSON or a raw image), and their routes."""
 
-`kinlens.service.api.requests` parses the forms, JSON and raw images, not FastAPI, so the
-documentation of the bodies is derived here from its models.
-"""
-
-import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 from fastapi import APIRouter, Request, Response
-from pydantic import Field
+from fastapi.exceptions import RequestValidationError
+from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import to_json
 
 from kinlens import models
 from kinlens.embedder import errors
-from kinlens.embedder.types import SHORT
-from kinlens.service.access.links import PREFIX, SIGNER, with_links
-from kinlens.service.api import requests
+from kinlens.embedder.errors import InvalidParameterError, KinlensError
+from kinlens.embedder.programs.faults import path_of
+from kinlens.models import Combine
+from kinlens.quality.guarantee import HIGHEST, LOWEST
+from kinlens.service.access.rates import account_of
+from kinlens.service.api.fields import (
+    ImageInput,
+    SearchFields,
+    Strict,
+    TextOrWords,
+    VectorInput,
+    custom_error,
+    list_as_text,
+    read_form,
+)
 from kinlens.service.api.galleries import (
     FAILURES,
     IMAGE_FAILURES,
@@ -27,70 +35,188 @@ from kinlens.service.api.galleries import (
     ItemRef,
     Service,
 )
-from kinlens.service.api.images import original, shown_item
-from kinlens.service.api.requests import BoxesRequest, SearchFields, SearchRequest, Strict
-from kinlens.service.concurrency import within
 from kinlens.service.encoding.model import View
-from kinlens.service.galleries.feedback import FeedbackStore, Question
-from kinlens.service.http.bodies import FORM, IMAGE, JSON, RAW
-from kinlens.service.http.openapi import body_docs, inlined, problems
-from kinlens.service.http.rules import RequestRoute, Route, rule
-from kinlens.service.problems import CLIENT_DISCONNECTED, RefusedError, described, request_id_of
+from kinlens.service.encoding.vectors import VectorView
+from kinlens.service.http.bodies import (
+    FORM,
+    IMAGE,
+    INLINE_BYTES,
+    JSON,
+    RAW,
+    checked,
+    fault,
+    off_loop,
+    parse_object,
+    read_body,
+)
+from kinlens.service.http.openapi import batch_docs, parameters_of, problems, search_docs
+from kinlens.service.http.rules import RequestRoute, Route, rule, while_connected
+from kinlens.service.problems import described, request_id_of
 from kinlens.service.runtime import Runtime
-from kinlens.service.search.explanation import explain
 from kinlens.service.search.query import Answer, Query
-from kinlens.service.settings import Settings
+from kinlens.service.settings import MAX_HITS, Settings
 
-T = TypeVar("T")
-
-_BOXES_LIMITED = ("The search for boxes", "Send a smaller image, or try again in a second.")
-_STAGES = tuple(models.Timings.model_fields)
-_NO_STORE = {"Cache-Control": "no-store"}
-_WATCH_AFTER_S = 0.1
+Pairs = Sequence[tuple[str, str]]
+_INLINE_IMAGE = 256 * 2**10
+_INLINE_PARTS = 16
+_LISTS = {"positive": "positives", "negative": "negatives", "crop": "crops"}
+_LISTED = ("images", *_LISTS.values())  # names that are only valid in JSON
+_VIEWS, _ALL_VIEWS = "images and crops", "images, crops, vectors and texts"
+_MAX_KEYS = 256
+_SHOWN = 80
+NO_STORE = {"Cache-Control": "no-store"}
 _SIMILAR = (*FAILURES, errors.ItemNotFoundError, errors.FilterError)
-_SEARCH = (*_SIMILAR, *IMAGE_FAILURES, errors.SearchError)
-_PNG = (  # red and blue, 8 x 8 px
-    "iVBORw0KGgoAAAANSUhEUgAAAAgAAAAICAIAAABLbSncAAAAGklEQVR42mM8ISfHAANhDKvgbCYGHGBw"
-    "SgAAioUCFJLJ2DgAAAAASUVORK5CYII="
-)
-_IMAGES = [{"data": _PNG}]
-_VECTOR = [0.5, 0.5, 0.5, 0.5]  # of a model with four numbers
-_REQUESTS = {
-    "image": {"value": {"images": _IMAGES, "k": 5}},
-    "crops": {"value": {"images": [{"data": _PNG, "crops": [[0, 0, 0.5, 1], [0.5, 0, 0.5, 1]]}]}},
-    "filter and groups": {
-        "value": {
-            "images": _IMAGES,
-            "min_score": 0.5,
-            "filter": {"colour": "red", "price": {"<": 20}},
-            "group_by": "product",
-            "group_size": 3,
-        }
-    },
-    "image and vector": {
-        "value": {"images": _IMAGES, "vectors": [{"vector": _VECTOR, "weight": 0.5}], "k": 5}
-    },
-    "words": {"value": {"texts": ["green mug"], "k": 5}},
-    "image and words": {
-        "value": {"images": _IMAGES, "texts": [{"text": "green", "weight": 0.5}], "k": 5}
-    },
-    "facets": {"value": {"images": _IMAGES, "min_score": 0.5, "facets": ["colour", "price"]}},
-    "like and unlike": {
-        "value": {"positives": ["shoes/0017.jpg"], "negatives": ["boots/0004.jpg"]}
-    },
-}
-_BATCHES = {
-    "two": {"value": {"queries": [{"images": _IMAGES, "k": 5}, {"positives": ["shoes/0017.jpg"]}]}}
-}
-_FILE = {"type": "string", "format": "binary"}
-_NAMES = {"type": "string", "examples": ["colour,price"]}
-_VECTORS = {"type": "string", "examples": ['[{"vector": [0.6, 0.8], "weight": 0.5}]']}
-_TEXTS = {"type": "string", "examples": ['["green"]', '[{"text": "green", "weight": 0.5}]']}
-_CROP_TEXT = (
-    "left,top,width,height as fractions of the upright image; or auto for the whole image and "
-    "parts of it. Applies to each image."
-)
-_CROP = {"type": "string", "examples": ["0.1,0.2,0.5,0.5"]}
+SEARCH_FAILURES = (*_SIMILAR, *IMAGE_FAILURES, errors.SearchError)
+"""Problems of a request with a search."""
+
+
+_Keys = Annotated[list[str], Field(default_factory=list, max_length=_MAX_KEYS, fail_fast=True)]
+_Level = Annotated[float, Field(ge=LOWEST, le=HIGHEST, allow_inf_nan=False)]
+
+
+class SearchRequest(SearchFields):
+    """A search with at least one image, vector, text or positive."""
+
+    gallery: Annotated[
+        str | None,
+        Field(
+            description="Name of the gallery; default: the first in the settings, else by name. "
+            "Always send it if galleries can be created."
+        ),
+    ] = None
+    combine: Annotated[
+        Combine,
+        Field(
+            description="mean: one query from the mean of all images, crops, vectors and "
+            "positives, moved away from the negatives. best: search with each image, crop and "
+            "vector; an item or group counts with the best of them, its view. best is not possible "
+            "with positives, negatives, weights, distinct, diversity, boost and sort_by."
+        ),
+    ] = "mean"
+    positives: Annotated[_Keys, Field(description="Keys of liked items.")]
+    negatives: Annotated[_Keys, Field(description="Keys of disliked items.")]
+    images: Annotated[
+        list[ImageInput],
+        Field(default_factory=list, max_length=Settings.max_images, fail_fast=True),
+    ]
+    vectors: Annotated[
+        list[VectorInput],
+        Field(
+            default_factory=list,
+            max_length=Settings.max_images,
+            fail_fast=True,
+            description="Vectors to search with, alone or together with images.",
+        ),
+        BeforeValidator(list_as_text),
+    ]
+    texts: Annotated[
+        list[TextOrWords],
+        Field(
+            default_factory=list,
+            max_length=Settings.max_images,
+            fail_fast=True,
+            description="Words to search with, alone or added to the images. The hits of such a "
+            "search have no probabilities.",
+        ),
+        BeforeValidator(list_as_text),
+    ]
+    guarantee: Annotated[
+        _Level | None,
+        Field(
+            description="The smallest set of products that has the right one with this "
+            "probability. It needs labelled queries, else 422, and one whole image or vector. Not "
+            "with offset, sort_by, diversity, boost, exact, min_score and min_probability.",
+            examples=[0.95],
+        ),
+    ] = None
+    accept: Annotated[
+        _Level | None,
+        Field(
+            description="Whether the best product may be taken without a person, so that this "
+            "share of those taken is right. It needs labelled queries, else 422, and one whole "
+            "image or vector, without what guarantee excludes.",
+            examples=[0.99],
+        ),
+    ] = None
+
+    @model_validator(mode="after")
+    def _has_views(self) -> Self:
+        is_whole = len(self.images) + len(self.vectors) == 1 and not (
+            any(image.crops for image in self.images)
+            or any(sent.weight != 1 for sent in self.vectors)
+            or any((self.texts, self.positives, self.negatives))
+        )
+        if (self.guarantee is not None or self.accept is not None) and not is_whole:
+            raise custom_error(
+                "guarantee and accept hold for queries like the labelled ones: one whole image, or "
+                "its vector; omit crops, texts, positives, negatives, weights and further images."
+            )
+        is_auto = any(image.is_auto for image in self.images)
+        if is_auto and "combine" in self.model_fields_set and self.combine != "best":
+            raise custom_error(
+                f"crops = auto searches with each window; omit combine = {self.combine}, or send "
+                "combine = best."
+            )
+        if is_auto:
+            self.combine = "best"
+        others = (self.positives, self.negatives, self.distinct)
+        if self.combine == "best" and any((*others, self.diversity, self.boost, self.sort_by)):
+            cure = "omit crops = auto" if is_auto else "send combine = mean"
+            raise custom_error(
+                "combine = best searches with each image and crop; omit positives, negatives, "
+                f"distinct, diversity, boost and sort_by, or {cure}."
+            )
+        if self.texts and not (self._has_likes or any(sent.weight > 0 for sent in self.texts)):
+            raise custom_error(
+                "texts have no weight above 0, and there is no image; name what to search for."
+            )
+        if self.combine == "best" and any(sent.weight != 1 for sent in self.vectors):
+            raise custom_error(
+                "combine = best searches with each vector alone, where a weight has no effect; "
+                "omit the weights, or send combine = mean."
+            )
+        return self
+
+    @property
+    def _has_likes(self) -> bool:
+        return bool(self.images or self.vectors or self.positives)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to search for."""
+        return not (self._has_likes or self.texts)
+
+    def query(self, **more: Any) -> Query:
+        """Convert to a query. Raises: FilterError, InvalidParameterError."""
+        count = sum([max(1, len(image.crops)) for image in self.images]) + len(self.vectors)
+        name = _ALL_VIEWS if self.vectors or self.texts else _VIEWS
+        _check(name, count + len(self.texts), Settings.max_views)
+        if self.combine == "best":
+            depth = (self.offset or 0) + (self.k or Settings.default_k)
+            _check("hits", count * depth * (self.group_size or 1), MAX_HITS)
+        images = [
+            view
+            for number, image in enumerate(self.images, 1)
+            for view in image.views(image.data, number)
+        ]
+        return super().query(
+            views=(*images, *self.other_views()),
+            positives=tuple(dict.fromkeys(self.positives)),
+            negatives=tuple(dict.fromkeys(self.negatives)),
+            texts=tuple((sent.text, sent.weight) for sent in self.texts),
+            gallery=self.gallery,
+            best_view=self.combine == "best" and count > 0,
+            guarantee=self.guarantee,
+            accept=self.accept,
+            **more,
+        )
+
+    def other_views(self) -> list[VectorView]:
+        """The views that need no image."""
+        return [
+            VectorView(sent.vector, sent.weight, number)
+            for number, sent in enumerate(self.vectors, 1)
+        ]
 
 
 class BatchRequest(Strict):
@@ -101,91 +227,7 @@ class BatchRequest(Strict):
     ]
 
 
-def _text_fields(model: type[SearchFields]) -> dict[str, Any]:
-    """The schema of each field in a form or a query string, where values are never null."""
-    texts = {}
-    for name, schema in inlined(model)["properties"].items():
-        choice = schema.pop("anyOf", [{}])[0]  # the first type is text if allowed; null is last
-        default = schema.pop("default", None)
-        known = {} if default is None else {"default": default}
-        texts[name.removesuffix("s")] = {**choice, **schema, **known}  # positives -> positive
-    for name in ("facets", "fields"):
-        texts[name] = {**_NAMES, "description": texts.pop(name.removesuffix("s"))["description"]}
-    for name, example in (("vectors", _VECTORS), ("texts", _TEXTS)):
-        if schema := texts.pop(name.removesuffix("s"), None):
-            texts[name] = {**example, "description": f"{schema['description']} As JSON."}
-    if texts.pop("image", None):
-        crops = {"type": "array", "items": _CROP, "maxItems": Settings.max_crops}
-        texts["crop"] = {**crops, "description": _CROP_TEXT}
-    return texts
-
-
-def _parameters(model: type[SearchFields]) -> list[dict[str, Any]]:
-    """The OpenAPI parameters for the fields of `model` in a query string."""
-    return [
-        {
-            "name": name,
-            "in": "query",
-            "required": False,
-            "description": schema.pop("description"),
-            "schema": {key: value for key, value in schema.items() if key != "title"},
-        }
-        for name, schema in _text_fields(model).items()
-    ]
-
-
-def _form(max_images: int) -> dict[str, Any]:
-    image = {
-        "type": "array",
-        "items": _FILE,
-        "maxItems": max_images,
-        "description": "JPEG, PNG, WebP, BMP, TIFF, GIF, AVIF or HEIC; one part per image. Of an "
-        "animation, the first frame. The content decides the format.",
-    }
-    return {
-        "type": "object",
-        "properties": {"image": image, **_text_fields(SearchRequest)},
-        "additionalProperties": False,
-    }
-
-
-def _search_docs() -> dict[str, Any]:
-    body = _image_docs(_form(Settings.max_images), SearchRequest, _REQUESTS)
-    return {"parameters": _parameters(SearchRequest), **body}
-
-
-def _image_docs(
-    form: dict[str, Any], model: type[Strict], examples: dict[str, Any]
-) -> dict[str, Any]:
-    """The body of a request with an image: a form, JSON, or the image itself."""
-    content = {
-        FORM: {"schema": form},
-        JSON: {"schema": inlined(model), "examples": examples},
-        RAW: {"schema": _FILE},
-        IMAGE: {"schema": _FILE},
-    }
-    return body_docs(content)
-
-
-def _batch_docs() -> dict[str, Any]:
-    content = {
-        JSON: {"schema": inlined(BatchRequest), "examples": _BATCHES},
-        FORM: {"schema": _form(Settings.max_batch_queries) | {"required": ["image"]}},
-    }
-    return body_docs(content)
-
-
-def _boxes_docs() -> dict[str, Any]:
-    name = {"type": "string", "description": "Its bundle finds the boxes; default: the first one."}
-    form = {
-        "type": "object",
-        "properties": {"image": _FILE, "gallery": name},
-        "required": ["image"],
-        "additionalProperties": False,
-    }
-    parameter = {"name": "gallery", "in": "query", "required": False, "schema": name}
-    examples = {"image": {"value": {"images": _IMAGES}}}
-    return {"parameters": [parameter], **_image_docs(form, BoxesRequest, examples)}
+Parsed = TypeVar("Parsed", bound=Strict)
 
 
 router = APIRouter(route_class=RequestRoute)
@@ -194,10 +236,10 @@ router = APIRouter(route_class=RequestRoute)
 @router.post(
     "/search",
     response_model=models.SearchAnswer,
-    responses={200: {"description": "The hits or groups."}, **problems(*_SEARCH)},
+    responses={200: {"description": "The hits or groups."}, **problems(*SEARCH_FAILURES)},
     summary="Search with images or items",
 )
-@rule("search", "items", "image", docs=_search_docs)
+@rule("search", "items", "image", docs=partial(search_docs, SearchRequest))
 async def search(request: Request) -> Response:
     """The items of a gallery that are visually most similar to the query, best first.
 
@@ -206,11 +248,11 @@ async def search(request: Request) -> Response:
     POST /search/batch.
     """
     runtime: Runtime = request.app.state.runtime
-    query = await requests.read_search(request)
-    await requests.charge(request, [query])
+    query = await read_search(request)
+    await charge(request, [query])
     since = request.scope["state"]["read_at"]
     answer = await while_connected(request, runtime.searching.search(query, since))
-    return _response(answer, runtime.feedback)
+    return _response(answer, runtime)
 
 
 @router.post(
@@ -222,7 +264,7 @@ async def search(request: Request) -> Response:
     },
     summary="Several searches at once",
 )
-@rule("search", "items", "batch", docs=_batch_docs)
+@rule("search", "items", "batch", docs=partial(batch_docs, BatchRequest, SearchRequest))
 async def search_batch(request: Request) -> Response:
     """Several independent searches; a query that fails has a problem in place of an answer.
 
@@ -230,35 +272,14 @@ async def search_batch(request: Request) -> Response:
     share the other fields.
     """
     runtime: Runtime = request.app.state.runtime
-    queries = await requests.read_batch(request)
-    await requests.charge(request, queries)
+    body, kind = await read_body(request, JSON, FORM)
+    read = _batch_of_json if kind == JSON else _batch_of_form
+    queries = await off_loop(request, partial(read, request, body))
+    await charge(request, queries)
     since = request.scope["state"]["read_at"]
     answers = await while_connected(request, runtime.searching.search_all(queries, since))
-    outcomes = b",".join(_outcome(answer, request, runtime.feedback) for answer in answers)
-    return Response(b'{"answers":[' + outcomes + b"]}", headers=_NO_STORE, media_type=JSON)
-
-
-@router.post(
-    "/boxes",
-    response_model=models.BoxesAnswer,
-    responses={
-        200: {"description": "The boxes, best first."},
-        **problems(*FAILURES, *IMAGE_FAILURES, errors.SearchError),
-    },
-    summary="Find objects in a photo",
-)
-@rule("search", "items", "image", docs=_boxes_docs)
-async def boxes(request: Request) -> Response:
-    """The boxes of the objects in a photo, which can be sent as crops of a search.
-
-    Send a form, JSON, or the raw bytes of one image with `gallery` in the query string. 422 if the
-    bundle of the gallery has no detector (`has_boxes` in GET /galleries).
-    """
-    runtime: Runtime = request.app.state.runtime
-    view, gallery = await requests.read_boxes(request)
-    since = request.scope["state"]["read_at"]
-    answer = await while_connected(request, _boxes(runtime, view, gallery, since))
-    return Response(to_json(answer), headers=_NO_STORE, media_type=JSON)
+    outcomes = b",".join(_outcome(answer, request, runtime) for answer in answers)
+    return Response(b'{"answers":[' + outcomes + b"]}", headers=NO_STORE, media_type=JSON)
 
 
 router.route_class = Route
@@ -274,15 +295,17 @@ for _path, _by, _item in ITEM_PATHS:
         },
         summary=f"Search with an item{_by}",
     )
-    @rule("search", "items", docs=lambda: {"parameters": _parameters(SearchFields)})
+    @rule("search", "items", docs=lambda: {"parameters": parameters_of(SearchFields)})
     async def similar(
         runtime: Service, request: Request, name: str, generation: Generation, ref: ItemRef = _item
     ) -> Response:
         """The items that are visually most similar to this one, without it, best first."""
         sent = request.query_params.multi_items()
         options = [pair for pair in sent if pair[0] not in ("generation", "version")]
-        query = await requests.read_fields(request, options)
-        await requests.charge(request, [query])
+        is_short = sum(len(name) + len(value) for name, value in options) <= INLINE_BYTES
+        parse = partial(checked, SearchFields, _fields(options))
+        query = await _read_query(request, parse, short=is_short)
+        await charge(request, [query])
         generation = generation or ref.generation
         query, key = replace(query, gallery=name, like=ref.id, generation=generation), ""
         since = request.scope["state"]["read_at"]
@@ -293,183 +316,179 @@ for _path, _by, _item in ITEM_PATHS:
                 key = (await runtime.read("the item", read, served=served)).key
                 query = replace(query, generation=served.gallery.generation)
         answer = await while_connected(request, runtime.searching.search(query, since))
-        return _response(answer, runtime.feedback, key)
-
-    @router.post(
-        f"{_path}/explain",
-        name="explain" if _by else "explain_hit",  # part of the operation id
-        response_model=models.ExplainAnswer,
-        responses={
-            200: {"description": "The share of each region in the score."},
-            **problems(*_SEARCH, errors.GalleryConflictError),
-        },
-        summary=f"Explain a hit{_by}",
-    )
-    @rule("search", "items", "image", docs=_search_docs)
-    async def explain_hit(
-        runtime: Service, request: Request, name: str, ref: ItemRef = _item
-    ) -> Response:
-        """Which regions of query and hit contribute to the score; send the request of the search.
-
-        The gallery is that of the URL; `k`, `filter` and similar fields are ignored. It needs a
-        bundle that was exported with a map (`has_map` of the gallery).
-        """
-        query = await requests.read_search(request)
-        if query.best_view:
-            raise errors.InvalidParameterError(
-                "combine = best is not supported here; send only the image or crop that found the "
-                "hit."
-            )
-        await requests.charge(request, [query])
-        since = request.scope["state"]["read_at"]
-        answer = await while_connected(request, _explained(runtime, name, ref, query, since))
-        return Response(to_json(answer), headers=_NO_STORE, media_type=JSON)
+        return _response(answer, runtime, key)
 
 
-async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Run `work`, for a request whose body was read; cancel it if the client disconnects.
+async def read_search(request: Request) -> Query:
+    """Read a search from a request.
 
-    Raises: RefusedError, any error of `work`.
+    Raises: HTTPException (400, 415), RequestValidationError, KinlensError.
     """
-    working = asyncio.current_task()
-    assert working is not None
-    watching: asyncio.Task[None] | None = None
-    is_disconnected = False
+    body, kind = await read_body(request, FORM, IMAGE, RAW, JSON)
+    query_length = len(request.scope["query_string"])
+    short = len(body) + query_length <= INLINE_BYTES or (
+        # an image that is faster to parse here than to hand to a thread
+        kind != JSON
+        and len(body) <= _INLINE_IMAGE
+        and query_length <= INLINE_BYTES
+        and body.count(b"\n--") <= _INLINE_PARTS
+    )
 
-    async def watch() -> None:
-        nonlocal is_disconnected
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-        is_disconnected = True
-        working.cancel()
+    def read() -> SearchRequest:
+        return _not_empty(parsed(SearchRequest, request, body, kind))
 
-    def begin() -> None:
-        nonlocal watching
-        watching = asyncio.create_task(watch())
-
-    # A task costs more than most answers from the cache.
-    timer = asyncio.get_running_loop().call_later(_WATCH_AFTER_S, begin)
-    try:
-        return await work
-    except asyncio.CancelledError:
-        if is_disconnected and not working.uncancel():
-            raise RefusedError(
-                CLIENT_DISCONNECTED, "The client disconnected before its answer."
-            ) from None
-        raise
-    finally:
-        timer.cancel()
-        if watching is not None:
-            watching.cancel()
+    return await _read_query(request, read, short=short)
 
 
-async def _boxes(
-    runtime: Runtime, view: View, gallery: str | None, since: float
-) -> models.BoxesAnswer:
-    async with runtime.registry.find(gallery) as served:
-        model = served.model
-        detector = model.embedder.boxes
-        if detector is None:
-            raise errors.InvalidParameterError(
-                f"The model of gallery {served.name}, bundle {model.bundle_id[:SHORT]}, has no "
-                "detector. Attach one with kinlens-train attach BUNDLE --boxes detector.onnx, and "
-                "serve the new bundle; galleries need no rebuild. Or search with crops = auto."
-            )
-        served.acquire()  # until the search thread is done, even if the client has disconnected
-        async with within(runtime.settings.request_timeout_ms / 1e3, *_BOXES_LIMITED, since=since):
-            work = partial(model.boxes, view)
-            found = await runtime.search_threads.run(work, after=served.release)
-        return models.BoxesAnswer(
-            bundle_id=model.bundle_id,
-            gallery=served.name,
-            boxes=[
-                models.BoxModel(box=one.box, score=one.score, label=detector.label(one.kind))
-                for one in found
-            ],
+async def charge(request: Request, queries: Sequence[Query | Exception]) -> None:
+    """Charge the caller for queries; an invalid query costs one unit.
+
+    Raises: RateLimitedError.
+    """
+    units = sum([query.units if isinstance(query, Query) else 1 for query in queries])
+    if units > 1:
+        await account_of(request.scope).owe(units)
+
+
+async def _read_query(request: Request, read: Callable[[], SearchFields], *, short: bool) -> Query:
+    """Read fields with `read` and convert them to a query, on the event loop if they are `short`.
+
+    Filters have their own limit: 4 KiB take 12 ms to parse, 100 times as long as other fields.
+    Their length is only known after parsing, since a body can spell a field name in several ways.
+    """
+    fields = read() if short else await off_loop(request, read)
+    if short and fields.has_short_filter:
+        return fields.query()
+    return await off_loop(request, fields.query)
+
+
+def parsed(model: type[Parsed], request: Request, body: bytes, kind: str) -> Parsed:
+    """A request of this model, as a form, JSON or a raw image with a query string.
+
+    Raises: HTTPException (400), RequestValidationError, KinlensError.
+    """
+    images: Sequence[bytes] = [body]
+    pairs = request.query_params.multi_items() if request.scope["query_string"] else []
+    if kind == FORM:
+        images, fields = read_form(request, body)
+        pairs += fields
+    if kind != JSON:
+        return _of_pairs(model, pairs, images)
+    return _of_json(model, parse_object(body), pairs)
+
+
+def _of_json(model: type[Parsed], payload: dict[str, Any], pairs: Pairs) -> Parsed:
+    fields = _fields(pairs)
+    for name in fields.keys() & payload.keys():
+        raise fault(name, f"{name} was sent twice; send it once, in the query string or the body.")
+    if fields:
+        read = checked(SearchRequest, fields)
+        fields = {name: getattr(read, name) for name in read.model_fields_set}
+    return checked(model, {**fields, **payload}, strict=True)
+
+
+def _of_pairs(model: type[Parsed], pairs: Pairs, images: Sequence[bytes]) -> Parsed:
+    """The request with the crops in `pairs` for each image; errors use the names of form fields."""
+    fields = _fields(pairs)
+    crops = {"crops": fields.pop("crops")} if "crops" in fields else {}
+    sent = [{"data": data, **crops} for data in images]
+    return checked(model, {**fields, "images": sent}, _form_name)
+
+
+def search_of(pairs: Pairs, images: Sequence[bytes]) -> SearchRequest:
+    """A search with these form fields and images. Raises: RequestValidationError."""
+    return _not_empty(_of_pairs(SearchRequest, pairs, images))
+
+
+def _batch_of_json(_: Request, body: bytes) -> list[Query | Exception]:
+    """The searches in a body; an invalid query is replaced by its error."""
+    payload = parse_object(body)
+    raw = payload.get("queries")
+    if payload.keys() != {"queries"} or not isinstance(raw, list) or not raw:
+        raise fault("queries", 'queries must be a list of searches; send {"queries": [{…}]}.')
+    _check("queries", len(raw), Settings.max_batch_queries)
+    queries: list[Query | Exception] = []
+    for value in raw:
+        try:
+            queries.append(_not_empty(checked(SearchRequest, value, strict=True)).query())
+        except (RequestValidationError, KinlensError) as error:
+            queries.append(error)
+    _check_amounts([query for query in queries if isinstance(query, Query)])
+    return queries
+
+
+def _batch_of_form(request: Request, body: bytes) -> list[Query | Exception]:
+    images, pairs = read_form(request, body)
+    if not images:
+        raise _empty_query()
+    _check("queries", len(images), Settings.max_batch_queries)
+    search = search_of(pairs, images[:1])
+    shared, first = search.query(), search.images[0]
+    others = search.other_views()
+    queries = [replace(shared, views=(*first.views(data), *others)) for data in images]
+    _check_amounts(queries)
+    return list(queries)
+
+
+def _fields(pairs: Pairs) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in _LISTS:
+            fields.setdefault(_LISTS[name], []).append(value)
+        elif name in fields or name in _LISTED:
+            known = name[:_SHOWN]
+            raise fault(known, f"{known} was sent twice, or is only valid in JSON; send it once.")
+        else:
+            fields[name] = value
+    return fields
+
+
+def _form_name(location: Sequence[str | int]) -> str:
+    if location[:1] == ("images",):
+        return "crop" if "crops" in location else "image"
+    return path_of(location)
+
+
+def _not_empty(search: SearchRequest) -> SearchRequest:
+    """Raises: RequestValidationError for a search for nothing."""
+    if search.is_empty:
+        raise _empty_query()
+    return search
+
+
+def _empty_query() -> RequestValidationError:
+    return fault(
+        "image",
+        "image and positives are missing; send an image, a vector, words, or the key of an item.",
+    )
+
+
+def _check_amounts(queries: Sequence[Query]) -> None:
+    """Check the totals over all queries of a request. Raises: InvalidParameterError."""
+    views = [view for query in queries for view in query.views]
+    texts = sum(len(query.texts) for query in queries)
+    has_others = texts > 0 or not all(isinstance(view, View) for view in views)
+    _check(_ALL_VIEWS if has_others else _VIEWS, len(views) + texts, Settings.max_views)
+    hits = sum(query.k * (query.grouping.size if query.grouping else 1) for query in queries)
+    _check("hits", hits, MAX_HITS)
+
+
+def _check(what: str, count: int, limit: int) -> None:
+    if count > limit:
+        raise InvalidParameterError(
+            f"The request has {count:,} {what} in total; the limit is {limit:,}. Send less, or "
+            "split it into several requests."
         )
 
 
-async def _explained(
-    runtime: Runtime, name: str, ref: ItemRef, query: Query, since: float
-) -> models.ExplainAnswer:
-    async with runtime.registry.find(name) as served:
-        served.check_generation(ref.generation)
-
-        def read() -> tuple[str, bytes]:
-            item = shown_item(served, ref.id)
-            return item.key, original(runtime, served, item)
-
-        limit_s = runtime.settings.request_timeout_ms / 1e3
-        cure = "Send fewer images and crops, or try again in a second."
-        async with within(limit_s, "The explanation", cure, since):
-            key, image = await runtime.read("the image", read, served=served)
-            return await explain(runtime.search_threads, served, query, key, image)
+def _response(answer: Answer, runtime: Runtime, like: str = "") -> Response:
+    stages = ", ".join([f"{stage};dur={ms}" for stage, ms in answer.timings().items()])
+    headers = {**NO_STORE, "X-Kinlens-Bundle": answer.bundle_id, "Server-Timing": stages}
+    return Response(answer.encoded(runtime.feedback, like), headers=headers, media_type=JSON)
 
 
-def _response(answer: Answer, feedback: FeedbackStore | None, like: str = "") -> Response:
-    timings = _timings(answer)
-    stages = ", ".join([f"{stage};dur={ms}" for stage, ms in timings.items()])
-    headers = {**_NO_STORE, "X-Kinlens-Bundle": answer.bundle_id, "Server-Timing": stages}
-    return Response(_json(answer, timings, feedback, like), headers=headers, media_type=JSON)
-
-
-def _outcome(answer: Answer | Exception, request: Request, feedback: FeedbackStore | None) -> bytes:
+def _outcome(answer: Answer | Exception, request: Request, runtime: Runtime) -> bytes:
     if isinstance(answer, Answer):
-        return (
-            b'{"status":200,"answer":'
-            + _json(answer, _timings(answer), feedback)
-            + b',"problem":null}'
-        )
+        return b'{"status":200,"answer":' + answer.encoded(runtime.feedback) + b',"problem":null}'
     problem = described(answer, request_id=request_id_of(request.scope), instance=request.url.path)
     return to_json({"status": problem["status"], "answer": None, "problem": problem})
-
-
-def _json(
-    answer: Answer, timings: dict[str, float], feedback: FeedbackStore | None, like: str = ""
-) -> bytes:
-    """The answer as JSON; the results are encoded already and are not parsed again."""
-    why = answer.no_probabilities
-    head = to_json(
-        {
-            "bundle_id": answer.bundle_id,
-            "gallery": answer.gallery,
-            "gallery_version": answer.gallery_version,
-            "k": answer.query.k,
-            "offset": answer.query.offset,
-            "cached": answer.cached,
-            "min_score": answer.query.min_score,
-            "timings_ms": timings,
-            **({} if why is None else {"no_probabilities": why}),
-            **({} if feedback is None else {"answer_id": _answer_id(answer, feedback, like)}),
-        }
-    )
-    results = answer.results
-    if SIGNER.get() is not None or PREFIX.get():
-        results = with_links(results)
-    return head[:-1] + b"," + results[1:]
-
-
-def _answer_id(answer: Answer, feedback: FeedbackStore, like: str) -> str | None:
-    """The id for feedback on this answer; None unless the query is one whole image or an item, or
-    one text alone in a service that keeps what customers send.
-
-    For several liked items without an image, it is about the first item.
-    """
-    views, image = answer.query.views, ""
-    if len(views) == 1 and isinstance(views[0], View) and views[0].box is None:
-        image = views[0].digest
-    item = "" if views else like or next(iter(answer.query.positives), "")
-    texts = answer.query.texts
-    is_text = len(texts) == 1 and not (views or item or answer.query.negatives)
-    if is_text and feedback.keeps_words:
-        text = " ".join(texts[0][0].split())
-        question = Question(answer.gallery, answer.gallery_version, text=text)
-        return feedback.sign(question)
-    if texts or not (image or item):
-        return None
-    question = Question(answer.gallery, answer.gallery_version, image, item)
-    return feedback.sign(question)
-
-
-def _timings(answer: Answer) -> dict[str, float]:
-    return {name: round(getattr(answer.stages, name), 3) for name in _STAGES}

@@ -20,7 +20,7 @@ from kinlens.models import Fault, Problem, Scope
 from kinlens.service.access import keys
 from kinlens.service.access.links import public_path
 from kinlens.service.concurrency import Recent, in_thread
-from kinlens.service.http.bodies import JSON
+from kinlens.service.http.bodies import FORM, IMAGE, JSON, RAW
 from kinlens.service.http.pages import Assets, Page
 from kinlens.service.http.rules import Extent, Route, rule
 from kinlens.service.problems import (
@@ -34,6 +34,7 @@ from kinlens.service.problems import (
     UNSUPPORTED_MEDIA,
     ProblemType,
 )
+from kinlens.service.settings import Settings
 
 _VIEWER = {"swagger-ui.css": "text/css", "swagger-ui-bundle.js": "text/javascript"}
 _SCHEMES = {
@@ -61,6 +62,51 @@ _REFUSALS = (  # of operations that need a scope
 _OF_BODIES = (BODY_TOO_SLOW, BODY_TOO_LARGE, UNSUPPORTED_MEDIA)
 _PROBLEM = {"$ref": "#/components/schemas/Problem"}
 _RETRY_AFTER = {"Retry-After": {"schema": {"type": "integer"}, "description": "Seconds to wait."}}
+
+_PNG = (  # red and blue, 8 x 8 px
+    "iVBORw0KGgoAAAANSUhEUgAAAAgAAAAICAIAAABLbSncAAAAGklEQVR42mM8ISfHAANhDKvgbCYGHGBw"
+    "SgAAioUCFJLJ2DgAAAAASUVORK5CYII="
+)
+IMAGES = [{"data": _PNG}]
+"""The images of an example."""
+
+_VECTOR = [0.5, 0.5, 0.5, 0.5]  # of a model with four numbers
+_REQUESTS = {
+    "image": {"value": {"images": IMAGES, "k": 5}},
+    "crops": {"value": {"images": [{"data": _PNG, "crops": [[0, 0, 0.5, 1], [0.5, 0, 0.5, 1]]}]}},
+    "filter and groups": {
+        "value": {
+            "images": IMAGES,
+            "min_score": 0.5,
+            "filter": {"colour": "red", "price": {"<": 20}},
+            "group_by": "product",
+            "group_size": 3,
+        }
+    },
+    "image and vector": {
+        "value": {"images": IMAGES, "vectors": [{"vector": _VECTOR, "weight": 0.5}], "k": 5}
+    },
+    "words": {"value": {"texts": ["green mug"], "k": 5}},
+    "image and words": {
+        "value": {"images": IMAGES, "texts": [{"text": "green", "weight": 0.5}], "k": 5}
+    },
+    "facets": {"value": {"images": IMAGES, "min_score": 0.5, "facets": ["colour", "price"]}},
+    "like and unlike": {
+        "value": {"positives": ["shoes/0017.jpg"], "negatives": ["boots/0004.jpg"]}
+    },
+}
+_BATCHES = {
+    "two": {"value": {"queries": [{"images": IMAGES, "k": 5}, {"positives": ["shoes/0017.jpg"]}]}}
+}
+FILE = {"type": "string", "format": "binary"}
+_NAMES_TEXT = {"type": "string", "examples": ["colour,price"]}
+_VECTORS = {"type": "string", "examples": ['[{"vector": [0.6, 0.8], "weight": 0.5}]']}
+_TEXTS = {"type": "string", "examples": ['["green"]', '[{"text": "green", "weight": 0.5}]']}
+_CROP_TEXT = (
+    "left,top,width,height as fractions of the upright image; or auto for the whole image and "
+    "parts of it. Applies to each image."
+)
+_CROP = {"type": "string", "examples": ["0.1,0.2,0.5,0.5"]}
 
 
 def problems(*kinds: ProblemType | type[KinlensError]) -> dict[int | str, dict[str, Any]]:
@@ -106,6 +152,85 @@ def inlined(model: type[BaseModel]) -> dict[str, Any]:
 
     whole: dict[str, Any] = resolved(schema)
     return whole
+
+
+def _text_fields(model: type[BaseModel]) -> dict[str, Any]:
+    """The schema of each field in a form or a query string, where values are never null."""
+    texts = {}
+    for name, schema in inlined(model)["properties"].items():
+        choice = schema.pop("anyOf", [{}])[0]  # the first type is text if allowed; null is last
+        default = schema.pop("default", None)
+        known = {} if default is None else {"default": default}
+        texts[name.removesuffix("s")] = {**choice, **schema, **known}  # positives -> positive
+    for name in ("facets", "fields"):
+        texts[name] = {
+            **_NAMES_TEXT,
+            "description": texts.pop(name.removesuffix("s"))["description"],
+        }
+    for name, example in (("vectors", _VECTORS), ("texts", _TEXTS)):
+        if schema := texts.pop(name.removesuffix("s"), None):
+            texts[name] = {**example, "description": f"{schema['description']} As JSON."}
+    if texts.pop("image", None):
+        crops = {"type": "array", "items": _CROP, "maxItems": Settings.max_crops}
+        texts["crop"] = {**crops, "description": _CROP_TEXT}
+    return texts
+
+
+def parameters_of(model: type[BaseModel]) -> list[dict[str, Any]]:
+    """The OpenAPI parameters for the fields of `model` in a query string."""
+    return [
+        {
+            "name": name,
+            "in": "query",
+            "required": False,
+            "description": schema.pop("description"),
+            "schema": {key: value for key, value in schema.items() if key != "title"},
+        }
+        for name, schema in _text_fields(model).items()
+    ]
+
+
+def _form(model: type[BaseModel], max_images: int) -> dict[str, Any]:
+    image = {
+        "type": "array",
+        "items": FILE,
+        "maxItems": max_images,
+        "description": "JPEG, PNG, WebP, BMP, TIFF, GIF, AVIF or HEIC; one part per image. Of an "
+        "animation, the first frame. The content decides the format.",
+    }
+    return {
+        "type": "object",
+        "properties": {"image": image, **_text_fields(model)},
+        "additionalProperties": False,
+    }
+
+
+def search_docs(model: type[BaseModel]) -> dict[str, Any]:
+    """The OpenAPI of an operation with a search: a form, JSON, or an image and a query string."""
+    body = image_docs(_form(model, Settings.max_images), model, _REQUESTS)
+    return {"parameters": parameters_of(model), **body}
+
+
+def image_docs(
+    form: dict[str, Any], model: type[BaseModel], examples: dict[str, Any]
+) -> dict[str, Any]:
+    """The body of a request with an image: a form, JSON, or the image itself."""
+    content = {
+        FORM: {"schema": form},
+        JSON: {"schema": inlined(model), "examples": examples},
+        RAW: {"schema": FILE},
+        IMAGE: {"schema": FILE},
+    }
+    return body_docs(content)
+
+
+def batch_docs(batch: type[BaseModel], model: type[BaseModel]) -> dict[str, Any]:
+    """The OpenAPI of an operation with several searches: JSON, or an image for each in a form."""
+    content = {
+        JSON: {"schema": inlined(batch), "examples": _BATCHES},
+        FORM: {"schema": _form(model, Settings.max_batch_queries) | {"required": ["image"]}},
+    }
+    return body_docs(content)
 
 
 def openapi_routes(app: FastAPI, assets: Assets) -> APIRouter:

@@ -34,7 +34,7 @@ from kinlens.service.access.keys import CALLER, EVERYTHING, FreshKeys, KeyStore
 from kinlens.service.access.rates import Account, RateLimits, parse_rates
 from kinlens.service.concurrency import BoundedPool
 from kinlens.service.http.bodies import BodyKind
-from kinlens.service.problems import from_error
+from kinlens.service.problems import CLIENT_DISCONNECTED, RefusedError, from_error
 from kinlens.service.redis import SharedRedis
 from kinlens.service.settings import ANY_HOST, Settings
 
@@ -49,6 +49,7 @@ Extent = Literal["none", "items", "galleries", "service"]
 
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 ANONYMOUS = "anonymous"
 KEY_HEADER = "X-API-Key"
@@ -59,6 +60,7 @@ _FAILURES = "30/minute"
 _REFUSALS = "120/hour"
 _EVERYBODY = "everybody"
 _AUDIT_S = 2.0
+_WATCH_AFTER_S = 0.1
 _UNWRITTEN = 1_000
 _UNREADABLE_TEXT = (
     "The file of API keys cannot be read, so no key is accepted. The service log shows the cause."
@@ -166,6 +168,43 @@ class RequestRoute(Route):
     def function(self) -> Handler:
         """The function itself."""
         return cast("Handler", self.endpoint)
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Run `work`, for a request whose body was read; cancel it if the client disconnects.
+
+    Raises: RefusedError, any error of `work`.
+    """
+    working = asyncio.current_task()
+    assert working is not None
+    watching: asyncio.Task[None] | None = None
+    is_disconnected = False
+
+    async def watch() -> None:
+        nonlocal is_disconnected
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        is_disconnected = True
+        working.cancel()
+
+    def begin() -> None:
+        nonlocal watching
+        watching = asyncio.create_task(watch())
+
+    # A task costs more than most answers from the cache.
+    timer = asyncio.get_running_loop().call_later(_WATCH_AFTER_S, begin)
+    try:
+        return await work
+    except asyncio.CancelledError:
+        if is_disconnected and not working.uncancel():
+            raise RefusedError(
+                CLIENT_DISCONNECTED, "The client disconnected before its answer."
+            ) from None
+        raise
+    finally:
+        timer.cancel()
+        if watching is not None:
+            watching.cancel()
 
 
 def check_rules(routes: Sequence[BaseRoute]) -> None:

@@ -21,16 +21,17 @@ from kinlens.indexer.checks.duplicates import LEAST_SCORE, near_score
 from kinlens.indexer.filters.tree import Filter
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.types import Boost, Facet, Group, Grouping, SortBy, VectorStore
-from kinlens.models import Distinct
+from kinlens.models import Distinct, Timings
 from kinlens.quality.answers import Results, Wanted
-from kinlens.service.access.links import link_parts
-from kinlens.service.addresses import image_address
+from kinlens.service.access.links import PREFIX, SIGNER, image_address, link_parts, with_links
 from kinlens.service.encoding.model import Stages, View
 from kinlens.service.encoding.vectors import VectorView
+from kinlens.service.galleries.feedback import FeedbackStore, Question
 from kinlens.service.galleries.view import GalleryView
 from kinlens.values import AttributeValue
 
 _HITS_OF_A_UNIT = 1_000
+_STAGES = tuple(Timings.model_fields)
 
 WORDS_NOT_CALIBRATED = "scores of words are not calibrated"
 
@@ -173,10 +174,52 @@ class Answer:
     cached: bool
     stages: Stages
 
-    @property
-    def no_probabilities(self) -> str | None:
-        """Why hits of this kind of query never have probabilities; None if they can."""
-        return WORDS_NOT_CALIBRATED if self.query.texts else None
+    def timings(self) -> dict[str, float]:
+        """The milliseconds of each stage."""
+        return {name: round(getattr(self.stages, name), 3) for name in _STAGES}
+
+    def encoded(self, feedback: FeedbackStore | None, like: str = "") -> bytes:
+        """The answer as JSON; the results are encoded already and are not parsed again.
+
+        feedback: signs the id of the answer, if the service accepts feedback.
+        like: the key of the item of the URL that was searched with.
+        """
+        head = to_json(
+            {
+                "bundle_id": self.bundle_id,
+                "gallery": self.gallery,
+                "gallery_version": self.gallery_version,
+                "k": self.query.k,
+                "offset": self.query.offset,
+                "cached": self.cached,
+                "min_score": self.query.min_score,
+                "timings_ms": self.timings(),
+                **({"no_probabilities": WORDS_NOT_CALIBRATED} if self.query.texts else {}),
+                **({} if feedback is None else {"answer_id": self._id(feedback, like)}),
+            }
+        )
+        results = self.results
+        if SIGNER.get() is not None or PREFIX.get():
+            results = with_links(results)
+        return head[:-1] + b"," + results[1:]
+
+    def _id(self, feedback: FeedbackStore, like: str) -> str | None:
+        """The id for feedback on this answer; None unless the query is one whole image or an item,
+        or one text alone in a service that keeps what customers send.
+
+        For several liked items without an image, it is about the first item.
+        """
+        query, image, text = self.query, "", ""
+        if len(query.views) == 1 and isinstance(view := query.views[0], View) and view.box is None:
+            image = view.digest
+        item = "" if query.views else like or next(iter(query.positives), "")
+        is_text = len(query.texts) == 1 and not (query.views or item or query.negatives)
+        if is_text and feedback.keeps_words:
+            text = " ".join(query.texts[0][0].split())
+        elif query.texts or not (image or item):
+            return None
+        question = Question(self.gallery, self.gallery_version, image, item, text)
+        return feedback.sign(question)
 
 
 @dataclass(frozen=True, slots=True)

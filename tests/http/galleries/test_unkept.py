@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from kinlens.service.addresses import image_address
+from kinlens.service.access.links import image_address
 from kinlens.service.settings import Settings
 from tests.support.seams import publish
 from tests.support.shops import Shop, assert_problem, base64_of, sha256, start_shop

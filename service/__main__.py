@@ -25,7 +25,7 @@ def main() -> None:
         spawn.prepare()  # it imports the libraries of models while this process imports
     gc.disable()  # imported objects stay, so a search for garbage finds none
     try:
-        from kinlens.service.commands import keys, mcp, options  # noqa: F401  they add their commands
+        from kinlens.service.commands import keys, options  # noqa: F401  they add their commands
     except ModuleNotFoundError as missing:
         raise SystemExit(missing_package("kinlens-serve", missing, *ENGINES)) from None
     if not _LIGHT & {*sys.argv[1:2]}:

@@ -5,18 +5,26 @@ The commands that need no part of the service are here and in `keys`; `program` 
 
 import contextlib
 import inspect
+import os
+import shutil
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from pydantic import ValidationError
 
+from kinlens.agents import build_server
+from kinlens.client import Client
 from kinlens.embedder.errors import KinlensError, disk_fault, is_disk_full
 from kinlens.embedder.programs.console import Commands, command, new_program, refuse
 from kinlens.embedder.programs.faults import fault_text, path_of
+from kinlens.environment import missing_package
 from kinlens.errors import ClientError
-from kinlens.service.commands.settings import EXAMPLE, settings
+from kinlens.service.observe.logs import masked
 from kinlens.service.settings import Settings
 from kinlens.service.variables import PREFIX, variables
 
@@ -30,8 +38,6 @@ class ServeCommands(Commands):
 
 
 app = new_program(ServeCommands)
-command(app, EXAMPLE)(settings)
-
 State = Annotated[
     Path | None,
     typer.Option(help="State folder: keys, bundles, jobs, and galleries created over HTTP."),
@@ -49,8 +55,70 @@ _REPEATED = {"galleries": "gallery", "image_roots": "image_root", "pictures": "p
 """The options that are given once for each value of a setting."""
 
 _VARIABLES = {variable.name: variable for variable in variables()}
+_MOST_COLUMNS = 100
 _HARMLESS = ("greater_", "less_", "int_", "float_", "bool_", "literal_")
 """Error types of numbers and choices, whose values are never secret."""
+
+
+@command(app, "kinlens-serve settings redis")
+def settings(
+    text: Annotated[
+        str, typer.Argument(help="Show only variables with this text in name or meaning.")
+    ] = "",
+) -> None:
+    """Print each setting of the service: its variable, default, limits and meaning.
+
+    Variables that are set in the environment are shown with their value, secrets as ***.
+    Exits with 1 if no setting contains the text.
+    """
+    given = {name.upper(): value for name, value in os.environ.items()}
+    width = min(_MOST_COLUMNS, shutil.get_terminal_size().columns)
+    indent = " " * 4
+    wanted = text.casefold()
+    matching = [x for x in variables() if wanted in f"{x.name} {x.meaning}".casefold()]
+    if not matching:
+        refuse(f"No setting contains {text!r}. List all: kinlens-serve settings.")
+    for group, members in groupby(matching, attrgetter("group")):
+        typer.secho(group, bold=True)
+        for variable in members:
+            limits = f"; {variable.limits}" if variable.limits else ""
+            typer.echo(f"  {variable.name}  default: {variable.default}{limits}")
+            if (value := given.get(variable.name)) is not None:
+                typer.echo(f"{indent}set to: {'***' if variable.is_secret else masked(value)}")
+            meaning = variable.meaning.replace("`", "")
+            typer.echo(
+                textwrap.fill(meaning, width, initial_indent=indent, subsequent_indent=indent)
+            )
+
+
+@command(app, "kinlens-serve mcp --url http://127.0.0.1:8000 --images photos")
+def mcp(
+    url: Annotated[
+        str, typer.Option(help="Address of a running service.")
+    ] = "http://127.0.0.1:8000",
+    key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="KINLENS_API_KEY",
+            help="API key with the scope search. Other users of a machine can read options, but "
+            "not the environment.",
+        ),
+    ] = None,
+    images: Annotated[
+        Path | None,
+        typer.Option(file_okay=False, exists=True, help="Folder of images an agent may read."),
+    ] = None,
+) -> None:
+    """Offer the searches of a running service to agents, over the Model Context Protocol on stdio.
+
+    An agent, which starts this command, has the tools search, similar and item, and can change
+    nothing.
+    """
+    try:
+        with Client(url, key=key) as client:
+            build_server(client, images).run("stdio")
+    except ModuleNotFoundError as missing:
+        refuse(missing_package("kinlens-serve mcp", missing, "mcp"))
 
 
 def with_shared(command: Callable[..., None]) -> Callable[..., None]:

@@ -9,15 +9,24 @@ from kinlens.environment import ENGINES, missing_package
 require_faiss("kinlens-serve")
 
 try:
+    import sys
     from typing import Annotated, Any
 
+    import structlog
     import typer
+    from pydantic import ValidationError
 
-    from kinlens.embedder.programs.console import VersionOption, command, refuse
+    from kinlens.embedder.programs.console import (
+        JsonOption,
+        VersionOption,
+        command,
+        print_report,
+        refuse,
+    )
     from kinlens.service.app import create_app
-    from kinlens.service.checks import exposures, make_state
-    from kinlens.service.commands import backup, check, feedback, mcp, options  # noqa: F401
-    from kinlens.service.commands.options import app
+    from kinlens.service.checks import Finding, exposures, findings_of, make_state
+    from kinlens.service.commands import backup, feedback, options  # noqa: F401
+    from kinlens.service.commands.options import app, faults
     from kinlens.service.http.server import listen, serve_on, url_of
     from kinlens.service.jobs.manager import JobManager
     from kinlens.service.observe.logs import configure_logs
@@ -26,6 +35,7 @@ try:
 except ModuleNotFoundError as missing:
     raise SystemExit(missing_package("kinlens-serve", missing, *ENGINES)) from None
 
+_COLOURS = {"ok": "green", "warning": "yellow", "fault": "red"}
 _EXAMPLE = "Example: kinlens-serve --bundle bundles/shop --gallery shop=galleries/shop"
 
 
@@ -65,6 +75,31 @@ def serve(
 def _warn(texts: list[str]) -> None:
     for text in texts:
         typer.echo(f"Warning: {text}")
+
+
+@command(app, "kinlens-serve check --bundle bundles/shop --gallery shop=galleries/shop")
+@options.with_shared
+def check(
+    as_json: JsonOption = False,
+    **given: Any,
+) -> None:
+    """Check whether the service would start, without serving. Exits with 0 if it would, else 1."""
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    try:
+        settings = options.read_settings(**given)
+    except ValidationError as error:
+        findings = [Finding("settings", "fault", faults(error))]
+    else:
+        findings = [Finding("settings", "ok", "all values are valid"), *findings_of(settings)]
+    findings += [Finding("environment", "warning", text) for text in unknown_variables()]
+    starts = all(finding.verdict != "fault" for finding in findings)
+    if as_json:
+        print_report({"starts": starts, "findings": [one._asdict() for one in findings]}, True)
+    else:
+        for subject, verdict, text in findings:
+            typer.secho(f"{verdict:8} ", fg=_COLOURS[verdict], nl=False)
+            typer.echo(f"{subject}: {text}")
+    raise typer.Exit(0 if starts else 1)
 
 
 @command(app, "kinlens-serve work --state /var/lib/kinlens")

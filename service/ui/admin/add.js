@@ -5,7 +5,7 @@ import { editAttributes, knownAttributes } from "./edit.js";
 import { sendAll } from "./send.js";
 import { chosen } from "./state.js";
 import { failed } from "./work.js";
-import { announce, element, ui } from "../shared/dom.js";
+import { acceptDrops, announce, element, onSubmit, smallButton, ui } from "../shared/dom.js";
 import { plural, valueText } from "../shared/format.js";
 import { imageOf } from "../shared/images.js";
 
@@ -42,24 +42,16 @@ function show(entry) {
 }
 
 function rowOf(entry) {
-  const key = element("input", { type: "text", value: entry.key, autocomplete: "off", spellcheck: false });
+  const key = element("input", { type: "text", value: entry.key, autocomplete: "off", spellcheck: false, testid: "queue-key" });
   key.ariaLabel = `Key of ${entry.file.name}`;
-  key.dataset.testid = "queue-key";
   key.addEventListener("input", () => (entry.key = key.value));
-  const edit = element("button", { type: "button", className: "small", textContent: "Attributes" });
-  edit.dataset.testid = "queue-edit";
-  edit.append(element("span", { className: "sr-only", textContent: ` of ${entry.file.name}` }));
-  edit.addEventListener("click", () => editEntry(entry));
-  const drop = element("button", { type: "button", className: "small", textContent: "Remove" });
-  drop.append(element("span", { className: "sr-only", textContent: ` ${entry.file.name}` }));
-  drop.addEventListener("click", () => discard(entry));
-  const state = element("p", { className: "queue-state" });
-  state.dataset.testid = "queue-state";
+  const { name } = entry.file;
+  const edit = smallButton("Attributes", { about: `of ${name}`, testid: "queue-edit" }, () => editEntry(entry));
+  const drop = smallButton("Remove", { about: name }, () => discard(entry));
+  const state = element("p", { className: "queue-state", testid: "queue-state" });
   const text = element("div", { className: "queue-text" }, key, element("p", { className: "queue-attributes hint" }), state);
   const buttons = element("div", { className: "queue-buttons" }, edit, drop);
-  const row = element("li", { className: "queue-row" }, imageOf(entry.url, ""), text, buttons);
-  row.dataset.testid = "queue-row";
-  return row;
+  return element("li", { className: "queue-row", testid: "queue-row" }, imageOf(entry.url, ""), text, buttons);
 }
 
 async function editEntry(entry) {
@@ -172,23 +164,6 @@ function clear() {
   ui["add-pick"].focus();
 }
 
-function acceptDrops() {
-  const isShown = () => !ui["view-add"].hidden;
-  const mark = (on) => document.body.classList.toggle("adding", on && isShown());
-  addEventListener("dragover", (event) => {
-    event.preventDefault();
-    mark(true);
-  });
-  addEventListener("dragleave", (event) => {
-    if (event.relatedTarget === null) mark(false);
-  });
-  addEventListener("drop", (event) => {
-    event.preventDefault();
-    mark(false);
-    if (isShown()) take(event.dataTransfer?.files ?? []);
-  });
-}
-
 const mayAdd = () => chosen()?.writable === true;
 
 // Also called when another gallery is chosen.
@@ -214,11 +189,12 @@ export function startAdd(whenChanged) {
       ui[field].value = "";
     });
   }
-  acceptDrops();
-  ui["queue-form"].addEventListener("submit", (event) => {
-    event.preventDefault();
-    send();
-  });
+  const isShown = () => !ui["view-add"].hidden;
+  acceptDrops(
+    (isOver) => document.body.classList.toggle("adding", isOver && isShown()),
+    (files) => isShown() && take(files),
+  );
+  onSubmit(ui["queue-form"], send);
   ui["queue-stop"].addEventListener("click", () => sending?.abort());
   ui["queue-clear"].addEventListener("click", clear);
   addEventListener("beforeunload", (event) => {

@@ -1,7 +1,7 @@
 // The attributes of an item as rows of name, kind and value, or as JSON.
 
 import { parsed } from "../shared/api.js";
-import { element, icon, optionsOf } from "../shared/dom.js";
+import { element, icon, optionsOf, smallButton } from "../shared/dom.js";
 
 const KINDS = [["text", "text"], ["number", "number"], ["boolean", "yes or no"]];
 const WORDS = { "add-row": "Add an attribute", json: "Edit as JSON", rows: "Edit as a list" };
@@ -55,21 +55,13 @@ export class AttributeEditor {
     editors += 1;
     this.names = element("datalist", { id: `attribute-names-${editors}` });
     this.rows = element("ul", { className: "attribute-rows" });
-    this.text = element("textarea", { rows: 6, spellcheck: false, ariaLabel: "Attributes as JSON" });
-    this.text.dataset.testid = "attributes-text";
+    this.text = element("textarea", { rows: 6, spellcheck: false, ariaLabel: "Attributes as JSON", testid: "attributes-text" });
     this.error = element("p", { className: "field-error", role: "alert" });
-    this.add = this.#button("add-row", () => this.#addRow("", "", true));
-    this.turn = this.#button("json", () => this.#turn());
+    this.add = smallButton(WORDS["add-row"], { testid: "attributes-add-row" }, () => this.#addRow("", "", true));
+    this.turn = smallButton(WORDS.json, { testid: "attributes-json" }, () => this.#turn());
     const buttons = element("div", { className: "attribute-buttons" }, this.add, this.turn);
     container.replaceChildren(this.names, this.rows, this.text, this.error, buttons);
     this.show({}, []);
-  }
-
-  #button(name, work) {
-    const button = element("button", { type: "button", className: "small", textContent: WORDS[name] });
-    button.dataset.testid = `attributes-${name}`;
-    button.addEventListener("click", work);
-    return button;
   }
 
   show(attributes, known = []) {

@@ -3,7 +3,7 @@
 import { listAudit } from "./api.js";
 import { moment, table } from "./status.js";
 import { whileBusy } from "./work.js";
-import { ui } from "../shared/dom.js";
+import { onSubmit, ui } from "../shared/dom.js";
 import { grouped, plural } from "../shared/format.js";
 
 const PAGE = 100;
@@ -23,9 +23,7 @@ const cellsOf = ({ time, by, action, gallery, target, affected, status, client }
 function show() {
   const words = ui["audit-words"].value.trim().toLowerCase();
   const rows = entries.map(cellsOf).filter((cells) => cells.join(" ").toLowerCase().includes(words));
-  const made = table("Changes and refused attempts", HEAD, rows);
-  made.dataset.testid = "audit-table";
-  ui["audit-frame"].replaceChildren(made);
+  ui["audit-frame"].replaceChildren(table("Changes and refused attempts", HEAD, rows, "audit-table"));
   const all = plural(entries.length, "entry").replace(/entrys$/, "entries");
   ui["audit-count"].textContent = words === "" ? all : `${grouped(rows.length)} of ${all}`;
 }
@@ -43,7 +41,7 @@ export async function showAudit() {
 }
 
 export function startAudit() {
-  ui["audit-form"].addEventListener("submit", (event) => event.preventDefault());
+  onSubmit(ui["audit-form"], () => {});
   ui["audit-words"].addEventListener("input", show);
   ui["audit-older"].addEventListener("click", () => whileBusy(ui["audit-older"], more));
 }

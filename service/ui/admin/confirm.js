@@ -1,6 +1,6 @@
 // Asks for confirmation before something is deleted.
 
-import { ui } from "../shared/dom.js";
+import { onSubmit, ui } from "../shared/dom.js";
 
 let answer = null;
 let typed = "";
@@ -33,10 +33,7 @@ export function startConfirm() {
   ui["confirm-typed"].addEventListener("input", () => {
     ui["confirm-yes"].disabled = ui["confirm-typed"].value !== typed;
   });
-  ui["confirm-form"].addEventListener("submit", (event) => {
-    event.preventDefault();
-    done(true);
-  });
+  onSubmit(ui["confirm-form"], () => done(true));
   ui["confirm-no"].addEventListener("click", () => done(false));
   ui.confirm.addEventListener("close", () => done(false));
 }

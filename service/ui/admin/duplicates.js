@@ -5,7 +5,7 @@ import { confirmed } from "./confirm.js";
 import { chosen, state } from "./state.js";
 import { UNDO_TEXT, offerUndo } from "./undo.js";
 import { whileBusy } from "./work.js";
-import { element, ui } from "../shared/dom.js";
+import { element, onSubmit, smallButton, ui } from "../shared/dom.js";
 import { plural, someOf, valueText } from "../shared/format.js";
 import { emptyView, toHash } from "../shared/link.js";
 import { imageOf } from "../shared/images.js";
@@ -34,11 +34,12 @@ function forget(keys, group) {
   ui["duplicates-title"].focus();
 }
 
+const keysIn = (group) => [...group.querySelectorAll("li")].map(({ dataset }) => dataset.key);
+
 // At least one item of the group stays, even if another user deletes others at the same time.
 async function remove(keys, button, group) {
   const { name } = state;
-  const shown = [...group.querySelectorAll("li")].map(({ dataset }) => dataset.key);
-  const keep = shown.filter((key) => !keys.includes(key));
+  const keep = keysIn(group).filter((key) => !keys.includes(key));
   if (keep.length === 0) return;
   const isSure = await confirmed({
     title: `Delete ${plural(keys.length, "item")}?`,
@@ -57,23 +58,12 @@ async function remove(keys, button, group) {
   });
 }
 
-function action(text, key, testId, extra = "") {
-  const button = element("button", { type: "button", className: `small ${extra}`, textContent: text });
-  button.append(element("span", { className: "sr-only", textContent: ` ${key}` }));
-  button.dataset.testid = testId;
-  return button;
-}
-
 // Items of different products are deleted only one at a time: they may not be duplicates.
 function buttonsOf({ key }, items, group, areOne) {
-  const drop = action("Delete", key, "near-delete", "danger");
-  drop.addEventListener("click", () => remove([key], drop, group));
+  const drop = smallButton("Delete", { about: key, testid: "near-delete", className: "danger" }, (button) => remove([key], button, group));
   if (items.length === 2 || !areOne) return [drop];
-  const only = action("Keep only this", key, "near-only");
-  only.addEventListener("click", () => {
-    const shown = [...group.querySelectorAll("li")].map(({ dataset }) => dataset.key);
-    remove(shown.filter((other) => other !== key), only, group);
-  });
+  const only = smallButton("Keep only this", { about: key, testid: "near-only" }, (button) =>
+    remove(keysIn(group).filter((other) => other !== key), button, group));
   return [drop, only];
 }
 
@@ -90,9 +80,8 @@ function rowOf(item, ...more) {
 
 function listOf(rows, testId, text, ...before) {
   const list = element("ul", { className: "near-items" }, ...rows);
-  const group = element("li", { className: `panel-box ${testId}` }, ...before, list);
+  const group = element("li", { className: `panel-box ${testId}`, testid: testId }, ...before, list);
   group.ariaLabel = text;
-  group.dataset.testid = testId;
   return group;
 }
 
@@ -159,8 +148,5 @@ export function showDuplicates() {
 // whenChanged() is called after items were deleted or restored.
 export function startDuplicates(whenChanged) {
   onChanged = whenChanged;
-  ui["near-form"].addEventListener("submit", (event) => {
-    event.preventDefault();
-    whileBusy(ui["near-find"], find);
-  });
+  onSubmit(ui["near-form"], () => whileBusy(ui["near-find"], find));
 }

@@ -3,8 +3,8 @@
 import { patchItems } from "./api.js";
 import { AttributeEditor } from "./attributes.js";
 import { describeChosen, state } from "./state.js";
-import { whileBusy, failureText } from "./work.js";
-import { ui } from "../shared/dom.js";
+import { reportIn, whileBusy } from "./work.js";
+import { onSubmit, ui } from "../shared/dom.js";
 import { imageOf } from "../shared/images.js";
 
 let editor = null;
@@ -52,24 +52,14 @@ function done(isSaved) {
   resolve?.(isSaved);
 }
 
-async function submit(event) {
-  event.preventDefault();
-  ui["edit-error"].textContent = "";
-  await whileBusy(
-    ui["edit-save"],
-    async () => {
-      await save(editor.read());
-      done(true);
-    },
-    (error) => {
-      ui["edit-error"].textContent = error instanceof RangeError ? error.message : failureText(error);
-    },
-  );
+async function saveAndClose() {
+  await save(editor.read());
+  done(true);
 }
 
 export function startEdit() {
   editor = new AttributeEditor(ui["edit-attributes"]);
-  ui["edit-form"].addEventListener("submit", submit);
+  onSubmit(ui["edit-form"], () => whileBusy(ui["edit-save"], saveAndClose, reportIn(ui["edit-error"])));
   ui["edit-cancel"].addEventListener("click", () => done(false));
   ui.edit.addEventListener("close", () => done(false));
 }

@@ -6,7 +6,7 @@ import { choose, loadGalleries, modelChoice, state } from "./state.js";
 import { moment } from "./status.js";
 import { whileBusy } from "./work.js";
 import { showNotice } from "../shared/alerts.js";
-import { element, optionsOf, ui } from "../shared/dom.js";
+import { element, onSubmit, optionsOf, smallButton, ui } from "../shared/dom.js";
 import { plural } from "../shared/format.js";
 
 const SHORT = 12;
@@ -29,17 +29,12 @@ async function remove({ name, size }, button) {
 
 function rowOf(gallery) {
   const { name, size, bundle_id: model, created_at: created, managed, writable } = gallery;
-  const open = element("button", { type: "button", className: "small", textContent: "Open" });
-  open.append(element("span", { className: "sr-only", textContent: ` ${name}` }));
-  open.addEventListener("click", () => {
+  const open = smallButton("Open", { about: name }, () => {
     choose(name);
     location.hash = "#items";
   });
-  const drop = element("button", { type: "button", className: "small danger", textContent: "Delete" });
-  drop.append(element("span", { className: "sr-only", textContent: ` ${name}` }));
-  drop.dataset.testid = "gallery-delete";
-  drop.disabled = !managed;
-  drop.addEventListener("click", () => remove(gallery, drop));
+  const shown = { about: name, testid: "gallery-delete", className: "danger", disabled: !managed };
+  const drop = smallButton("Delete", shown, (button) => remove(gallery, button));
   const notes = [
     plural(size, "item"),
     `model ${model.slice(0, SHORT)}`,
@@ -73,8 +68,5 @@ async function create() {
 }
 
 export function startGalleries() {
-  ui["gallery-form"].addEventListener("submit", (event) => {
-    event.preventDefault();
-    whileBusy(event.submitter ?? ui["gallery-form"], create);
-  });
+  onSubmit(ui["gallery-form"], ({ submitter }) => whileBusy(submitter ?? ui["gallery-form"], create));
 }

@@ -24,8 +24,7 @@ function overTime(runs) {
     grouped(run.items),
     ...[run.recall_at_1, run.recall_at_5, run.recall_at_10, run.map_at_r, run.no_match_precision].map(part),
   ]);
-  const made = table("Figures over time", HEAD, rows);
-  made.dataset.testid = "golden-runs";
+  const made = table("Figures over time", HEAD, rows, "golden-runs");
   return element("div", { className: "panel-box golden-runs", tabIndex: 0, role: "region", ariaLabel: "Figures over time" }, made);
 }
 
@@ -46,8 +45,7 @@ const wanted = ({ keys, attribute, value }) =>
 function worstRow(one, known, generation) {
   const { query } = one;
   const path = galleryPath(state.name);
-  const row = element("li", { className: "panel-box golden-row" });
-  row.dataset.testid = "golden-worst";
+  const row = element("li", { className: "panel-box golden-row", testid: "golden-worst" });
   const hasImage = !query.texts || query.image_sha256;
   if (hasImage && known.has(query.sha256)) row.append(thumb(`${path}/golden/${query.sha256}/image`, `Query ${query.name}`));
   if (one.best_id !== null && generation === chosen()?.generation) {

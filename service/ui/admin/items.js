@@ -8,7 +8,7 @@ import { UNDO_TEXT, offerUndo } from "./undo.js";
 import { whileBusy, failed } from "./work.js";
 import { showNotice } from "../shared/alerts.js";
 import { Problem, listItems } from "../shared/api.js";
-import { announce, element, ui } from "../shared/dom.js";
+import { announce, element, onSubmit, smallButton, ui } from "../shared/dom.js";
 import { grouped, plural, someOf, valueText } from "../shared/format.js";
 import { emptyView, toHash } from "../shared/link.js";
 import { imageOf, linkOf } from "../shared/images.js";
@@ -31,8 +31,7 @@ function attributeList(attributes) {
 }
 
 function tick(key, row) {
-  const box = element("input", { type: "checkbox", checked: selected.has(key), ariaLabel: `Select ${key}` });
-  box.dataset.testid = "pick";
+  const box = element("input", { type: "checkbox", checked: selected.has(key), ariaLabel: `Select ${key}`, testid: "pick" });
   box.addEventListener("change", () => {
     if (box.checked) selected.add(key);
     else selected.delete(key);
@@ -42,18 +41,10 @@ function tick(key, row) {
   return element("label", { className: "tick" }, box);
 }
 
-function action(text, item, testId, work, extra = "") {
-  const button = element("button", { type: "button", className: `small ${extra}`, textContent: text });
-  button.append(element("span", { className: "sr-only", textContent: ` ${item.key}` }));
-  button.dataset.testid = testId;
-  button.addEventListener("click", () => work(item, button));
-  return button;
-}
-
 function rowOf(item) {
-  const row = element("tr");
+  const row = element("tr", { testid: "row" });
+  const about = item.key;
   row.dataset.key = item.key;
-  row.dataset.testid = "row";
   row.classList.toggle("selected", selected.has(item.key));
   const query = { kind: "item", id: item.id, key: item.key, gallery: state.name, crops: [] };
   const link = element("a", { href: `./${toHash(emptyView(state.name), query)}`, className: "thumb" }, imageOf(linkOf(item), ""));
@@ -66,8 +57,8 @@ function rowOf(item) {
     element(
       "td",
       { className: "col-actions" },
-      action("Edit", item, "edit-item", (one, button) => edit(one, button)),
-      action("Delete", item, "delete-item", (one, button) => deleteKeys([one.key], button), "danger"),
+      smallButton("Edit", { about, testid: "edit-item" }, () => edit(item)),
+      smallButton("Delete", { about, testid: "delete-item", className: "danger" }, (button) => deleteKeys([item.key], button)),
     ),
   );
   return row;
@@ -227,10 +218,7 @@ function pickNone() {
 // whenChanged() is called after items were deleted.
 export function startItems(whenChanged) {
   onChanged = whenChanged;
-  ui.finder.addEventListener("submit", (event) => {
-    event.preventDefault();
-    find();
-  });
+  onSubmit(ui.finder, () => find());
   for (const field of [ui["key-search"], ui.filter]) field.addEventListener("search", find);
   ui["pick-all"].addEventListener("change", pickAll);
   ui["bulk-clear"].addEventListener("click", pickNone);

@@ -6,7 +6,7 @@ import { isRefused, reportNodes } from "./report.js";
 import { may } from "./state.js";
 import { moment } from "./status.js";
 import { whileBusy, failed } from "./work.js";
-import { definitions, element, ui } from "../shared/dom.js";
+import { definitions, element, smallButton, ui } from "../shared/dom.js";
 
 export const KINDS = {
   compact: "Compact",
@@ -35,17 +35,15 @@ export function stepText(job) {
 export const stateText = (job) => (isRefused(job) ? "refused" : (STATES[job.state] ?? job.state));
 
 export const stateBadge = (job) => {
-  const made = element("span", { className: "state", textContent: stateText(job) });
+  const made = element("span", { className: "state", textContent: stateText(job), testid: "job-state" });
   made.dataset.state = isRefused(job) ? "refused" : job.state;
-  made.dataset.testid = "job-state";
   return made;
 };
 
 export function progressOf(job) {
-  const bar = element("progress", { className: "bar-progress", max: job.total ?? 1, ariaLabel: `Progress of ${titleOf(job)}` });
+  const bar = element("progress", { className: "bar-progress", max: job.total ?? 1, ariaLabel: `Progress of ${titleOf(job)}`, testid: "job-progress" });
   if (job.total && job.state === "running") bar.value = job.done;
   else if (job.state === "queued") bar.value = 0;
-  bar.dataset.testid = "job-progress";
   return bar;
 }
 
@@ -54,12 +52,10 @@ export class JobPanel {
   constructor(onChange) {
     Object.assign(this, { onChange, id: null, offset: 0, reading: false, shown: "" });
     this.title = element("h2", { id: "job-title" });
-    this.close = element("button", { type: "button", className: "small", textContent: "Close" });
-    this.close.addEventListener("click", () => this.hide());
+    this.close = smallButton("Close", {}, () => this.hide());
     this.body = element("div", { className: "job-body" });
     this.buttons = element("div", { className: "buttons job-buttons" });
-    this.log = element("pre", { className: "log", tabIndex: 0, role: "region", ariaLabel: "Log of the job" });
-    this.log.dataset.testid = "job-log";
+    this.log = element("pre", { className: "log", tabIndex: 0, role: "region", ariaLabel: "Log of the job", testid: "job-log" });
     const details = element("details", { className: "log-box", open: true }, element("summary", { textContent: "Log" }), this.log);
     const head = element("div", { className: "job-head" }, this.title, this.close);
     ui["job-detail"].append(head, this.body, this.buttons, details);
@@ -99,10 +95,8 @@ export class JobPanel {
   }
 
   #about(job) {
-    const step = element("p", { className: "job-step" }, stateBadge(job), ` ${stepText(job)}`);
-    step.dataset.testid = "job-step";
-    const failure = element("p", { className: "verdict attention", textContent: job.error ?? "" });
-    failure.dataset.testid = "job-error";
+    const step = element("p", { className: "job-step", testid: "job-step" }, stateBadge(job), ` ${stepText(job)}`);
+    const failure = element("p", { className: "verdict attention", textContent: job.error ?? "", testid: "job-error" });
     const params = Object.entries(job.params).filter(([, value]) => value !== null)
       .map(([name, value]) => [name, typeof value === "object" ? JSON.stringify(value) : String(value)]);
     const pairs = [
@@ -135,8 +129,7 @@ export class JobPanel {
   }
 
   #button(job, what, text, className) {
-    const button = element("button", { type: "button", className, textContent: text });
-    button.dataset.testid = `job-${what}`;
+    const button = element("button", { type: "button", className, textContent: text, testid: `job-${what}` });
     button.addEventListener("click", async () => {
       if (what === "keep") return this.hide();
       if (!(await this.#isSure(job, what))) return;

@@ -4,9 +4,9 @@ import { createKey, listKeys, revokeKey, rotateKey } from "./api.js";
 import { confirmed } from "./confirm.js";
 import { state } from "./state.js";
 import { moment } from "./status.js";
-import { failureText, whileBusy } from "./work.js";
+import { reportIn, whileBusy } from "./work.js";
 import { showNotice } from "../shared/alerts.js";
-import { announce, element, optionsOf, ui } from "../shared/dom.js";
+import { announce, element, onSubmit, optionsOf, smallButton, ui } from "../shared/dom.js";
 
 const STATE_CLASSES = { active: "good", expired: "attention", revoked: "plain" };
 
@@ -44,14 +44,6 @@ function notesOf({ scopes, galleries, filter, rate, created_at: created, expires
   ];
 }
 
-function action(text, { name }, testId, extra, work) {
-  const button = element("button", { type: "button", className: `small ${extra}`, textContent: text });
-  button.append(element("span", { className: "sr-only", textContent: ` ${name}` }));
-  button.dataset.testid = testId;
-  button.addEventListener("click", () => work(button));
-  return button;
-}
-
 async function rotate({ name }, button) {
   const isSure = await confirmed({
     title: `Give ${name} a new secret?`,
@@ -86,8 +78,8 @@ function rowOf(key) {
   const badge = element("span", { className: `state verdict ${STATE_CLASSES[key.state]}`, textContent: key.state });
   const text = element("div", { className: "gallery-text" }, head, element("p", { className: "hint", textContent: notesOf(key).join(" · ") }));
   const buttons = key.state !== "active" ? [] : [
-    action("New secret", key, "key-rotate", "", (button) => rotate(key, button)),
-    action("Revoke", key, "key-revoke", "danger", (button) => revoke(key, button)),
+    smallButton("New secret", { about: key.name, testid: "key-rotate" }, (button) => rotate(key, button)),
+    smallButton("Revoke", { about: key.name, testid: "key-revoke", className: "danger" }, (button) => revoke(key, button)),
   ];
   const row = element("li", { className: "panel-box gallery-row" }, text, badge, ...buttons);
   Object.assign(row.dataset, { testid: "key-row", name: key.name });
@@ -131,11 +123,6 @@ export function startKeys() {
     ui["keys-title"].focus();
   });
   addEventListener("hashchange", hideSecret);
-  ui["new-key"].addEventListener("submit", (event) => {
-    event.preventDefault();
-    ui["new-key-error"].textContent = "";
-    whileBusy(event.submitter ?? ui["new-key"], create, (error) => {
-      ui["new-key-error"].textContent = failureText(error);
-    });
-  });
+  onSubmit(ui["new-key"], ({ submitter }) =>
+    whileBusy(submitter ?? ui["new-key"], create, reportIn(ui["new-key-error"])));
 }

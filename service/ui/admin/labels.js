@@ -60,8 +60,7 @@ function hitOf({ value, hits: [hit] }, index) {
   const label = isNamed ? { attribute: product, value } : { keys: [hit.key] };
   const number = index < FEW ? [element("kbd", { textContent: index + 1 })] : [];
   const image = imageOf(linkOf(hit), "", CARD);
-  const button = element("button", { type: "button", className: "label-hit" }, image, element("span", {}, ...number, name));
-  button.dataset.testid = "label-hit";
+  const button = element("button", { type: "button", className: "label-hit", testid: "label-hit" }, image, element("span", {}, ...number, name));
   button.addEventListener("click", () => act(() => store(label, name)));
   return element("li", {}, button);
 }

@@ -35,9 +35,7 @@ function goldenTable({ golden: { old: before, new: after, judged, ...both } }) {
     ["Right answers ranked first (MAP@R)", "map_at_r", share, points],
     ["No-match precision", "no_match_precision", share, points],
   ], old, now);
-  const made = table(`Golden set, ${count(judged)} queries`, HEADS, rows);
-  made.dataset.testid = "report-golden";
-  return made;
+  return table(`Golden set, ${count(judged)} queries`, HEADS, rows, "report-golden");
 }
 
 function comparison({ old: before, new: after, k = 10 }) {
@@ -49,15 +47,11 @@ function comparison({ old: before, new: after, k = 10 }) {
   ];
   const rows = figureRows(lines, before, after);
   const models = ["Model", before.bundle_id.slice(0, 12), after.bundle_id.slice(0, 12), before.bundle_id === after.bundle_id ? "the same" : ""];
-  const made = table("Items of the gallery, each searched among the others", HEADS, [models, ...rows]);
-  made.dataset.testid = "report-table";
-  return made;
+  return table("Items of the gallery, each searched among the others", HEADS, [models, ...rows], "report-table");
 }
 
 function line(text, testId, kind = "") {
-  const made = element("p", { textContent: text, className: kind });
-  made.dataset.testid = testId;
-  return made;
+  return element("p", { textContent: text, className: kind, testid: testId });
 }
 
 function basis({ overlap_at_k: overlap, k, judged, queries, class_attribute: name }) {
@@ -110,8 +104,7 @@ function rest({ segment }) {
 // Figures that did not decide are folded, so that the report shows one verdict.
 function folded(nodes) {
   if (nodes.length === 0) return [];
-  const made = element("details", { className: "fold" }, element("summary", { textContent: "Other figures (not used for the decision)" }), ...nodes);
-  made.dataset.testid = "report-others";
+  const made = element("details", { className: "fold", testid: "report-others" }, element("summary", { textContent: "Other figures (not used for the decision)" }), ...nodes);
   return [made];
 }
 

@@ -3,8 +3,8 @@
 import { getJobOptions, startJob } from "./api.js";
 import { AttributeEditor } from "./attributes.js";
 import { describeChosen, may, modelChoice, state } from "./state.js";
-import { whileBusy, failureText } from "./work.js";
-import { element, optionsOf, ui } from "../shared/dom.js";
+import { reportIn, whileBusy } from "./work.js";
+import { element, onSubmit, optionsOf, ui } from "../shared/dom.js";
 import { grouped, plural } from "../shared/format.js";
 
 const RECOMMENDED = "shop";
@@ -33,15 +33,11 @@ function field(label, control, hint = "") {
 }
 
 function select(name, options) {
-  const made = element("select", { name }, ...optionsOf(options));
-  made.dataset.testid = `field-${name}`;
-  return made;
+  return element("select", { name, testid: `field-${name}` }, ...optionsOf(options));
 }
 
 function input(name, type, more = {}) {
-  const made = element("input", { type, name, autocomplete: "off", ...more });
-  made.dataset.testid = `field-${name}`;
-  return made;
+  return element("input", { type, name, autocomplete: "off", ...more, testid: `field-${name}` });
 }
 
 const percent = (name, value, more = {}) =>
@@ -61,33 +57,23 @@ const lossField = (value) =>
   field("Largest allowed drop (%)", percent("max_recall_loss", value, { required: true }), "By how many percentage points recall@1 may fall.");
 
 function boxOf(kind, title, content) {
-  const box = element("details", { className: "start", name: "start" }, element("summary", { textContent: title }), content);
-  box.dataset.testid = `open-${kind}`;
-  return box;
+  return element("details", { className: "start", name: "start", testid: `open-${kind}` }, element("summary", { textContent: title }), content);
 }
 
 // Replaces a form without options: the reason and what to do.
 const closed = (kind, title, why) => boxOf(kind, title, element("p", { className: "hint", textContent: why }));
 
 function form(kind, title, text, button, parts, read) {
-  const error = element("p", { className: "field-error", role: "alert" });
-  error.dataset.testid = "start-error";
-  const send = element("button", { type: "submit", className: "primary", textContent: button });
-  send.dataset.testid = `start-${kind}`;
+  const error = element("p", { className: "field-error", role: "alert", testid: "start-error" });
+  const send = element("button", { type: "submit", className: "primary", textContent: button, testid: `start-${kind}` });
   const made = element("form", { className: "form" }, element("p", { className: "hint", textContent: text }), ...parts, error, send);
-  made.addEventListener("submit", (event) => {
-    event.preventDefault();
-    error.textContent = "";
-    const start = async () => {
-      const job = await startJob(kind, state.name, read(new FormData(made)));
-      box.open = false;
-      await onStarted(job);
-    };
-    whileBusy(send, start, (fault) => {
-      error.textContent = fault instanceof RangeError ? fault.message : failureText(fault);
-    });
-  });
   const box = boxOf(kind, title, made);
+  const start = async () => {
+    const job = await startJob(kind, state.name, read(new FormData(made)));
+    box.open = false;
+    await onStarted(job);
+  };
+  onSubmit(made, () => whileBusy(send, start, reportIn(error)));
   return box;
 }
 
@@ -161,11 +147,10 @@ function trainForm(found, options) {
   job.value = RECOMMENDED;
   const jobs = element(
     "details",
-    { className: "more" },
+    { className: "more", testid: "research-jobs" },
     element("summary", { textContent: "Another training job (research)" }),
     field("Training job", job, `${RECOMMENDED} is recommended: ten minutes for up to 1,200 images. adapt takes one or two minutes and gains less. The others repeat published experiments.`),
   );
-  jobs.dataset.testid = "research-jobs";
   const data = select("data", [["", "Images of the gallery"], ...named(options.data)]);
   const weights = select("weights", [["", "Default of the job"], ...named(options.weights)]);
   const hasWeights = options.weights.some((name) => !(name in STARTS));

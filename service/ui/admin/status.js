@@ -26,9 +26,7 @@ const part = (value) => (value === null || value === undefined ? "not measured" 
 export const moment = (text) => (text ? new Date(text).toLocaleString("en", { dateStyle: "medium", timeStyle: "short" }) : "never");
 
 function box(title, testId, ...children) {
-  const made = element("section", { className: "panel-box" }, element("h2", { textContent: title }), ...children);
-  made.dataset.testid = testId;
-  return made;
+  return element("section", { className: "panel-box", testid: testId }, element("h2", { textContent: title }), ...children);
 }
 
 const facts = (pairs) => element("dl", { className: "facts-list" }, ...definitions(pairs));
@@ -62,12 +60,12 @@ function scoresTable(thresholds) {
 }
 
 // A small table of texts. The first cell of each row is its heading.
-export function table(caption, head, rows) {
+export function table(caption, head, rows, testid) {
   const cells = (row) => row.map((text, index) =>
     element(index === 0 ? "th" : "td", { textContent: text, ...(index === 0 && { scope: "row" }) }));
   return element(
     "table",
-    { className: "small-table" },
+    { className: "small-table", testid },
     element("caption", { textContent: caption }),
     element("thead", {}, element("tr", {}, ...head.map((text) => element("th", { scope: "col", textContent: text })))),
     element("tbody", {}, ...rows.map((row) => element("tr", {}, ...cells(row)))),

@@ -3,7 +3,7 @@
 import { restoreItems } from "./api.js";
 import { whileBusy } from "./work.js";
 import { showNotice } from "../shared/alerts.js";
-import { element } from "../shared/dom.js";
+import { smallButton } from "../shared/dom.js";
 import { grouped, plural } from "../shared/format.js";
 
 export const UNDO_TEXT = "This can be undone for a day, or until you compact the gallery.";
@@ -20,11 +20,9 @@ async function restore(name, keys) {
 
 // whenBack() is called after items of the gallery `name` were restored.
 export function offerUndo(text, name, keys, whenBack) {
-  const button = element("button", { type: "button", className: "small notice-action", textContent: "Undo" });
-  button.dataset.testid = "undo";
-  button.addEventListener("click", () => whileBusy(button, async () => {
+  const undo = (button) => whileBusy(button, async () => {
     await restore(name, keys);
     await whenBack();
-  }));
-  showNotice(text, button);
+  });
+  showNotice(text, smallButton("Undo", { testid: "undo", className: "notice-action" }, undo));
 }

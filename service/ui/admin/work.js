@@ -36,9 +36,17 @@ export function failed(error, retry = null) {
   else showProblem(problem, problem.needsKey ? null : retry);
 }
 
-// An error as text to show next to a form, or "" if the key form is shown instead.
-export function failureText(error) {
+// Shows the errors of a form next to it, in `field`, which is emptied: nothing if the key form is shown instead.
+export function reportIn(field) {
+  field.textContent = "";
+  return (error) => {
+    field.textContent = failureText(error);
+  };
+}
+
+function failureText(error) {
   if (error?.name === "AbortError") return "";
+  if (error instanceof RangeError) return error.message; // of a value in the form
   const problem = problemOf(error);
   if (!isOver(problem)) return `${problem.title}: ${problem.detail}`;
   close(problem);

@@ -2,7 +2,7 @@
 
 import { titleOf } from "./cards.js";
 import { problemOf } from "../shared/alerts.js";
-import { announce, element, ui } from "../shared/dom.js";
+import { announce, element, smallButton, ui } from "../shared/dom.js";
 import { percent, plural } from "../shared/format.js";
 import { imageOf, linkOf } from "../shared/images.js";
 import { withRetries } from "../shared/retries.js";
@@ -49,8 +49,7 @@ function paint(row, handlers) {
   const { name, preview } = row.query;
   const text = element("span", { className: "batch-text" });
   text.append(element("span", { className: "batch-name", textContent: name, title: name }));
-  const state = element("span", { className: "batch-state", textContent: stateText(row, handlers) });
-  state.dataset.testid = "batch-state";
+  const state = element("span", { className: "batch-state", textContent: stateText(row, handlers), testid: "batch-state" });
   text.append(state);
   const head = element("span", { className: "batch-query" }, imageOf(preview, ""));
   const hits = element("span", { className: "batch-hits" }, ...hitsOf(row, handlers));
@@ -65,11 +64,8 @@ function paint(row, handlers) {
   row.node.replaceChildren(main);
   row.node.dataset.state = row.state;
   if (row.state !== "failed") return;
-  const again = element("button", { type: "button", className: "small", textContent: "Try again" });
-  again.setAttribute("aria-label", `Try ${name} again`);
-  again.dataset.testid = "batch-again";
-  again.addEventListener("click", () => handlers.onAgain(row));
-  row.node.append(again);
+  const shown = { ariaLabel: `Try ${name} again`, testid: "batch-again" };
+  row.node.append(smallButton("Try again", shown, () => handlers.onAgain(row)));
 }
 
 export function showSummary(rows) {
@@ -91,8 +87,7 @@ export function showSummary(rows) {
 // handlers: onOpen(row), onAgain(row), minScore().
 export function showRows(rows, handlers) {
   ui.batch.replaceChildren(...rows.map((row) => {
-    row.node = element("li", { className: "batch-row" });
-    row.node.dataset.testid = "batch-row";
+    row.node = element("li", { className: "batch-row", testid: "batch-row" });
     paint(row, handlers);
     return row.node;
   }));

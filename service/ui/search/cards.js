@@ -56,15 +56,13 @@ function subtitleOf(key, attributes = {}) {
 
 // A cosine is not a share of anything, so without a calibration there is no bar.
 function score({ score: value, probability }) {
-  const number = element("span", { className: "score-value", textContent: value.toFixed(2) });
+  const number = element("span", { className: "score-value", textContent: value.toFixed(2), testid: "score" });
   number.title = `Similarity ${value.toFixed(4)}`;
-  number.dataset.testid = "score";
   if (probability === null) return element("span", { className: "score" }, "Similarity", number);
   const fill = element("span", { className: "score-fill" });
   fill.style.setProperty("--score-part", probability.toFixed(3));
   const bar = element("span", { className: "score-bar", ariaHidden: "true" }, fill);
-  const sure = element("span", { className: "score-sure", textContent: percent(probability) });
-  sure.dataset.testid = "probability";
+  const sure = element("span", { className: "score-sure", textContent: percent(probability), testid: "probability" });
   number.classList.add("score-raw");
   return element("span", { className: "score" }, bar, sure, number);
 }
@@ -79,10 +77,9 @@ function label(hit) {
 
 function vote(kind, hit, handlers) {
   const words = { like: "More like", dislike: "Less like" };
-  const button = element("button", { type: "button", className: `vote vote-${kind}` }, icon(kind));
+  const button = element("button", { type: "button", className: `vote vote-${kind}`, testid: kind }, icon(kind));
   button.ariaLabel = `${words[kind]} ${titleOf(hit.key, hit.attributes)}`;
   button.title = kind === "like" ? "More like this" : "Less like this";
-  button.dataset.testid = kind;
   button.setAttribute("aria-pressed", String(handlers.voteOf(hit.key) === kind));
   button.addEventListener("click", () => handlers.onVote(kind, hit));
   return button;
@@ -96,10 +93,9 @@ function votes(hit, handlers) {
 // The button that explains a score by its regions, if the model supports it.
 function where(hit, handlers) {
   if (handlers.onExplain === null) return [];
-  const button = element("button", { type: "button", className: "round-tool where" }, icon("where"));
+  const button = element("button", { type: "button", className: "round-tool where", testid: "where" }, icon("where"));
   button.ariaLabel = `Where ${titleOf(hit.key, hit.attributes)} matches`;
   button.title = "Where it matches";
-  button.dataset.testid = "where";
   button.setAttribute("aria-pressed", "false");
   button.addEventListener("click", () =>
     handlers.onExplain(hit, button, button.closest(".card").querySelector(".card-image")));
@@ -119,8 +115,7 @@ function facts(hit, { productUrl }) {
 // The image or part of the query that found the result, if there are several.
 function found(text) {
   if (text === "") return [];
-  const made = element("span", { className: "image-note found-with", textContent: capitalized(text) });
-  made.dataset.testid = "found-with";
+  const made = element("span", { className: "image-note found-with", textContent: capitalized(text), testid: "found-with" });
   return [made];
 }
 
@@ -144,9 +139,8 @@ function body(hit, handlers, ...more) {
   const content = [image, label(hit), score(hit)];
   const href = shopLink(handlers.productUrl, hit.attributes);
   if (href === "") return searchButton(element("button", { className: "card-main" }, ...content), hit, handlers);
-  const link = element("a", { className: "card-main", href, target: "_blank", rel: "noopener noreferrer" }, ...content);
+  const link = element("a", { className: "card-main", href, target: "_blank", rel: "noopener noreferrer", testid: "card-link" }, ...content);
   link.ariaLabel = `Open ${titleOf(hit.key, hit.attributes)} in the shop`;
-  link.dataset.testid = "card-link";
   return link;
 }
 
@@ -195,8 +189,7 @@ function others(group, hits, handlers) {
   const summary = element("summary", { textContent: hits.length < GROUP_SIZE ? `${rest.length} more` : `Next ${rest.length}` });
   summary.append(element("span", { className: "sr-only", textContent: ` of ${valueText(group.value)}` }));
   const list = element("ol", { className: "others" }, ...rest.map((hit) => otherImage(hit, handlers)));
-  const made = element("details", { className: "group-others", name: `card-${hits[0].id}` }, summary, list);
-  made.dataset.testid = "group-others";
+  const made = element("details", { className: "group-others", name: `card-${hits[0].id}`, testid: "group-others" }, summary, list);
   return [made];
 }
 
@@ -209,10 +202,8 @@ export function groupCard(group, handlers) {
   const best = { ...group.hits[0], view: group.view, probability: group.probability };
   const isProduct = handlers.group === PRODUCT;
   const value = group.value === null ? `Without ${labelOf(handlers.group).toLowerCase()}` : valueText(group.value);
-  const tag = element("span", { className: "group-badge", textContent: value });
-  tag.dataset.testid = "group-value";
-  const count = element("span", { className: "image-note group-count", textContent: countText(group.hits.length, isProduct ? "view" : "photo") });
-  count.dataset.testid = "group-count";
+  const tag = element("span", { className: "group-badge", textContent: value, testid: "group-value" });
+  const count = element("span", { className: "image-note group-count", textContent: countText(group.hits.length, isProduct ? "view" : "photo"), testid: "group-count" });
   const main = body(best, handlers, ...(group.value === null ? [] : [count]));
   if (!isProduct && value !== titleOf(best.key, best.attributes)) main.querySelector(".key").prepend(tag);
   const made = item(best, main, handlers, ...others(group, group.hits, handlers));

@@ -9,9 +9,8 @@ const TEXT = "Select it on the photo, draw a box around it, or search with the w
 const area = ({ box: [, , width, height] }) => width * height;
 
 function frameOf({ box, label }, choose) {
-  const button = element("button", { type: "button", className: "choice-frame", title: label ?? "" });
+  const button = element("button", { type: "button", className: "choice-frame", title: label ?? "", testid: "choice" });
   button.ariaLabel = `Search with ${label ?? "this part"}, ${placeText(box)}`;
-  button.dataset.testid = "choice";
   button.addEventListener("click", () => choose([box]));
   return placed(button, box);
 }
@@ -27,8 +26,7 @@ export function choice(boxes, signal) {
     signal.addEventListener("abort", () => reject(signal.reason));
     const largestFirst = boxes.toSorted((one, other) => area(other) - area(one)); // the later ones are on top
     ui.choices.replaceChildren(...largestFirst.map((box) => frameOf(box, resolve)));
-    const whole = element("button", { type: "button", className: "primary", textContent: "Search with the whole photo" });
-    whole.dataset.testid = "choice-whole";
+    const whole = element("button", { type: "button", className: "primary", textContent: "Search with the whole photo", testid: "choice-whole" });
     whole.addEventListener("click", () => resolve([]));
     ui.query.classList.add("has-crops"); // large on a phone, too
     ui["query-kind"].textContent = "Your photo";

@@ -68,15 +68,13 @@ export class Cropper {
 
   #make(box) {
     const node = element("div", { className: "crop-box" });
-    const frame = element("button", { type: "button", className: "crop-frame" });
+    const frame = element("button", { type: "button", className: "crop-frame", testid: "crop-frame" });
     const made = { box, node, frame, handles: {} };
-    frame.dataset.testid = "crop-frame";
     frame.addEventListener("pointerdown", (event) => this.#drag(event, made, null));
     frame.addEventListener("keydown", (event) => this.#press(event, made, null));
     node.append(frame);
     for (const corner of Object.keys(CORNERS)) {
-      const handle = element("button", { type: "button", className: `crop-handle crop-${corner}` });
-      handle.dataset.testid = `crop-${corner}`;
+      const handle = element("button", { type: "button", className: `crop-handle crop-${corner}`, testid: `crop-${corner}` });
       handle.addEventListener("pointerdown", (event) => this.#drag(event, made, corner));
       handle.addEventListener("keydown", (event) => this.#press(event, made, corner));
       made.handles[corner] = handle;

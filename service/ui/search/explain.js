@@ -18,8 +18,7 @@ function colourOf(level) {
 
 // Draws one pixel for each region. The browser smooths them over [left, top, width, height], in fractions.
 function layerOf(shares, [left, top, width, height]) {
-  const canvas = element("canvas", { className: "heat", width: shares[0].length, height: shares.length });
-  canvas.dataset.testid = "heat";
+  const canvas = element("canvas", { className: "heat", width: shares[0].length, height: shares.length, testid: "heat" });
   const most = Math.max(...shares.flat(), 1e-12);
   const pixels = shares.flat().flatMap((share) => colourOf(share / most));
   const drawing = new ImageData(Uint8ClampedArray.from(pixels), canvas.width, canvas.height);

@@ -72,8 +72,7 @@ function optionList(name, options) {
   if (isOpen) return [list];
   const field = element("input", { type: "search", className: "option-find", placeholder: "Find a value" });
   field.ariaLabel = `Find a value of ${labelOf(name)}`;
-  const more = element("button", { type: "button", className: "small" });
-  more.dataset.testid = "filter-more";
+  const more = element("button", { type: "button", className: "small", testid: "filter-more" });
   const show = () => {
     const wanted = field.value.trim().toLowerCase();
     options.forEach((option, index) => {
@@ -129,8 +128,7 @@ function numberFilter({ name, minimum, maximum }, condition, change) {
   }, TYPING_MS);
   const low = limitField(name, ">=", "from", minimum, condition, read);
   const high = limitField(name, "<=", "to", maximum, condition, read);
-  const bars = element("div", { className: "bars", role: "img", ariaLabel: `Number of items by ${labelOf(name)}`, hidden: true });
-  bars.dataset.testid = "filter-bars";
+  const bars = element("div", { className: "bars", role: "img", ariaLabel: `Number of items by ${labelOf(name)}`, hidden: true, testid: "filter-bars" });
   return [bars, element("div", { className: "limits" }, low, element("span", { textContent: "to" }), high)];
 }
 

@@ -1,6 +1,7 @@
 // Images that are dropped, pasted or picked. Each calls onImages(files), and then onLeftOut(text) if other
 // files came with them, or onRefused(title, detail).
 
+import { acceptDrops } from "../shared/dom.js";
 import { someOf } from "../shared/format.js";
 
 const TEXT_FIELD = "textarea, " +
@@ -26,23 +27,6 @@ function judge(files, { onImages, onLeftOut, onRefused }, source) {
   onRefused(`“${name}” is not a photo`, FORMATS);
 }
 
-function acceptDrops(handlers) {
-  const mark = (on) => document.body.classList.toggle("dragging", on);
-  addEventListener("dragover", (event) => {
-    event.preventDefault();
-    mark(true);
-  });
-  addEventListener("dragleave", (event) => {
-    if (event.relatedTarget === null) mark(false);
-  });
-  addEventListener("dragend", () => mark(false));
-  addEventListener("drop", (event) => {
-    event.preventDefault();
-    mark(false);
-    judge(event.dataTransfer?.files ?? [], handlers, "drop");
-  });
-}
-
 function acceptPastes(handlers) {
   addEventListener("paste", (event) => {
     if (event.target instanceof Element && event.target.matches(TEXT_FIELD)) return; // text is being pasted
@@ -59,7 +43,7 @@ function acceptPicks(input, handlers) {
 }
 
 export function acceptImages(elements, handlers) {
-  acceptDrops(handlers);
+  acceptDrops((isOver) => document.body.classList.toggle("dragging", isOver), (files) => judge(files, handlers, "drop"));
   acceptPastes(handlers);
   acceptPicks(elements.file, handlers);
   acceptPicks(elements.photo, handlers);

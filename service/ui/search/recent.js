@@ -78,8 +78,7 @@ function row(entry) {
     element("span", { className: "history-name", textContent: entry.name }),
     element("span", { className: "hint", textContent: ago(entry.time) }),
   );
-  const button = element("button", { type: "button", className: "history-open" }, image, words);
-  button.dataset.testid = "history-entry";
+  const button = element("button", { type: "button", className: "history-open", testid: "history-entry" }, image, words);
   button.addEventListener("click", () => {
     ui["history-dialog"].close();
     onOpen(entry);

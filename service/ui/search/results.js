@@ -104,8 +104,7 @@ function showChance(text, answer) {
 
 function actions(hasFilter, hasMin) {
   const make = (text, work, testid) => {
-    const button = element("button", { type: "button", className: "secondary", textContent: text });
-    button.dataset.testid = testid;
+    const button = element("button", { type: "button", className: "secondary", textContent: text, testid });
     button.addEventListener("click", () => {
       work();
       ui.summary.focus({ preventScroll: true }); // the button was removed

@@ -26,10 +26,9 @@ async function queries(gallery) {
 }
 
 function sample(query, onOpen) {
-  const button = element("button", { type: "button", className: "sample" }, imageOf(query.preview, ""));
+  const button = element("button", { type: "button", className: "sample", testid: "sample" }, imageOf(query.preview, ""));
   button.ariaLabel = `Search with ${titleOf(query.name, query.attributes)}`;
   button.title = query.name;
-  button.dataset.testid = "sample";
   button.addEventListener("click", () => onOpen(query));
   return element("li", {}, button);
 }

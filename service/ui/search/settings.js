@@ -4,7 +4,7 @@
 import { PRODUCT } from "./ask.js";
 import { FilterPanel, filterChips, hasValues } from "./filters.js";
 import { describeGallery, listGalleries } from "../shared/api.js";
-import { element, icon, optionsOf, ui } from "../shared/dom.js";
+import { element, icon, onSubmit, optionsOf, smallButton, ui } from "../shared/dom.js";
 import { grouped, labelOf, percent, plural, splitKey } from "../shared/format.js";
 import { emptyView } from "../shared/link.js";
 import { imageOf, linkOf } from "../shared/images.js";
@@ -125,18 +125,16 @@ function showK() {
 }
 
 function chip(text, word, remove, { className = "", image = null, mark = null } = {}) {
-  const button = element("button", { type: "button", className: "chip-remove" }, icon("close"));
+  const button = element("button", { type: "button", className: "chip-remove", testid: "chip-remove" }, icon("close"));
   button.ariaLabel = `Remove ${word} ${text}`;
-  button.dataset.testid = "chip-remove";
   button.addEventListener("click", () => {
     remove();
     (ui.chips.querySelector("button") ?? ui.summary).focus();
   });
-  const made = element("li", { className: `chip ${className}` });
+  const made = element("li", { className: `chip ${className}`, testid: "chip" });
   if (mark) made.append(icon(mark));
   if (image) made.append(imageOf(image, ""));
   made.append(element("span", { className: "chip-text", textContent: text, title: text }), button);
-  made.dataset.testid = "chip";
   return made;
 }
 
@@ -164,10 +162,7 @@ function showChips() {
   ];
   const all = [...filters, ...votes];
   if (all.length > 0) {
-    const clear = element("button", { type: "button", className: "small", textContent: "Clear all" });
-    clear.dataset.testid = "clear-all";
-    clear.addEventListener("click", clearAll);
-    all.push(element("li", {}, clear));
+    all.push(element("li", {}, smallButton("Clear all", { testid: "clear-all" }, clearAll)));
   }
   ui.chips.replaceChildren(...all);
   ui.chips.hidden = all.length === 0;
@@ -288,12 +283,11 @@ export function startSettings(whenChanged, whenDescribed) {
     showChips();
     onChange("filter");
   });
-  ui["words-form"].addEventListener("submit", (event) => {
-    event.preventDefault();
+  onSubmit(ui["words-form"], () => {
     takeText();
     changed("text");
   });
-  ui.controls.addEventListener("submit", (event) => event.preventDefault());
+  onSubmit(ui.controls, () => {});
   ui.gallery.addEventListener("change", changeGallery);
   ui.k.addEventListener("change", () => {
     view.k = Number(ui.k.value);

@@ -1,7 +1,7 @@
 // Messages: errors with their fix, the wait from Retry-After, the form for an API key, and notes.
 
 import { Problem } from "./api.js";
-import { ui } from "./dom.js";
+import { onSubmit, ui } from "./dom.js";
 import { setKey } from "./key.js";
 
 const SECOND_MS = 1000;
@@ -97,8 +97,7 @@ export function startAlerts(focusHome, words = wordsOf) {
   ui["error-retry"].addEventListener("click", retryNow);
   ui["error-close"].addEventListener("click", hideError);
   ui["notice-close"].addEventListener("click", hideNotice);
-  ui["key-form"].addEventListener("submit", (event) => {
-    event.preventDefault();
+  onSubmit(ui["key-form"], () => {
     setKey(ui.key.value);
     retryNow();
   });

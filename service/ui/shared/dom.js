@@ -1,4 +1,4 @@
-// Creates elements. Data from the service enters the page as text, never as markup, against injection.
+// Creates elements and listens to them. Data from the service enters the page as text, never as markup, against injection.
 
 const SVG = "http://www.w3.org/2000/svg";
 const SHAPES = {
@@ -14,9 +14,18 @@ export const ui = Object.fromEntries(
   [...document.querySelectorAll("[id]")].map((node) => [node.id, node]),
 );
 
-export function element(tag, properties = {}, ...children) {
+export function element(tag, { testid, ...properties } = {}, ...children) {
   const made = Object.assign(document.createElement(tag), properties);
+  if (testid) made.dataset.testid = testid;
   made.append(...children);
+  return made;
+}
+
+// A small button that calls work(button). Screen readers read `about` after its text.
+export function smallButton(text, { about = "", className = "", ...properties }, work) {
+  const made = element("button", { type: "button", className: `small ${className}`, textContent: text, ...properties });
+  if (about) made.append(element("span", { className: "sr-only", textContent: ` ${about}` }));
+  made.addEventListener("click", () => work(made));
   return made;
 }
 
@@ -39,6 +48,31 @@ export function definitions(pairs) {
     element("dt", { textContent: term }),
     element("dd", { textContent: text }),
   ]);
+}
+
+// Calls work(event) in place of sending a form.
+export function onSubmit(form, work) {
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    work(event);
+  });
+}
+
+// Takes files that are dropped anywhere on the page. mark(isOver) shows that it would.
+export function acceptDrops(mark, take) {
+  addEventListener("dragover", (event) => {
+    event.preventDefault();
+    mark(true);
+  });
+  addEventListener("dragleave", (event) => {
+    if (event.relatedTarget === null) mark(false);
+  });
+  addEventListener("dragend", () => mark(false));
+  addEventListener("drop", (event) => {
+    event.preventDefault();
+    mark(false);
+    take(event.dataTransfer?.files ?? []);
+  });
 }
 
 // The skip link only moves the focus: the fragment of the URL holds the view and must not change.

@@ -150,9 +150,18 @@ def test_a_changed_attribute_writes_nothing_of_an_index_and_makes_no_compaction_
     before = {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
     assert "columns.bin" not in before
     monkeypatch.setattr("kinlens.indexer.live.upkeep._SMALL_DELTA", 100)
-    gallery.update({f"k{n}": {"price": n + 0.5} for n in range(3000)})
+    assert gallery.update({f"k{n}": {"price": n + 0.5} for n in range(3000)}) == 3000
     assert gallery.needs_compaction() is None
     assert gallery.page(0, 1, "price > 2000").total == 1000
+    again = [
+        entry(f"k{n}", v, {"price": n + 0.5, "of": "7"}, str(n)) for n, v in enumerate(vectors)
+    ]
+    assert gallery.add(again).updated == 3000
+    assert gallery.update_where("of = '7'", {"sizes": ("S", "M")}) == 3000
+    assert gallery.retype_attribute("of", "number") == 3000
+    assert gallery.drop_attribute("sizes") == 3000
+    assert gallery.page(0, 1, "of = 7 and not sizes exists").total == 3000
+    assert gallery.needs_compaction() is None
     assert segment_of(gallery.path) == folder
     assert {file.name: file.stat().st_mtime_ns for file in folder.iterdir()} == before
 

@@ -27,6 +27,7 @@ from kinlens.embedder.types import SHORT, Embeddings, Hit, ItemId
 from kinlens.indexer.addresses import ImageRoot, image_root_of
 from kinlens.indexer.attributes import Schema
 from kinlens.indexer.catalog.entries import (
+    Retypable,
     are_equal,
     checked_keys,
     checked_vectors,
@@ -53,7 +54,7 @@ from kinlens.indexer.exchange.milvus_collection import (
 from kinlens.indexer.exchange.milvus_filters import literal
 from kinlens.indexer.exchange.milvus_index import is_exact
 from kinlens.indexer.filters.text import Where
-from kinlens.indexer.filters.tree import In, check_attribute, check_boosted
+from kinlens.indexer.filters.tree import Exists, In, check_attribute, check_boosted
 from kinlens.indexer.folder.manifest import GalleryFacts
 from kinlens.indexer.images import ItemImage, item_image
 from kinlens.indexer.live.attributes import Spread
@@ -243,11 +244,7 @@ class MilvusStore(VectorStore):
         entries = list(entries)
         now = self._now()
         vectors = checked_vectors(entries, now.facts.dim)
-        kinds = dict(now.kinds)
-        for entry in entries:
-            refuse_lists(entry.key, entry.attributes)
-            learn_types(kinds, entry.key, entry.attributes)
-        now.learn(kinds)
+        now.learn(_checked_types(now, ((entry.key, entry.attributes) for entry in entries)))
         written, size = Written(), now.page_rows
         for start in range(0, len(entries), size):
             page = slice(start, start + size)
@@ -265,10 +262,11 @@ class MilvusStore(VectorStore):
 
     def update(self, changes: Mapping[str, Mapping[str, AttributeValue | None]]) -> int:
         now = self._now()
-        kinds = dict(now.kinds)
-        for key, change in changes.items():
-            refuse_lists(key, change)
-            learn_types(kinds, key, {n: v for n, v in change.items() if v is not None})
+        given = (
+            (key, {name: value for name, value in change.items() if value is not None})
+            for key, change in changes.items()
+        )
+        kinds = _checked_types(now, given)
         rows = now.strong().known([*changes], ENTRY)
         now.learn(kinds)
         changed = []
@@ -492,6 +490,21 @@ def _candidate(row: Row) -> Candidate:
     number, attributes = int(found["number"]), dict(found["attributes"])
     pictured = has_image(found["path"], found["format"])
     return Candidate(number, found["key"], score, attributes, found["sha256"], pictured)
+
+
+def _checked_types(
+    now: Collection, given: Iterable[tuple[str, Mapping[str, AttributeValue]]]
+) -> Schema:
+    """The types of all attributes after items with these keys get these attributes.
+
+    Raises: InvalidParameterError for a list, or a value of another type than an item has.
+    """
+    strong, kinds = now.strong(), dict(now.kinds)
+    retypable = Retypable(lambda name: strong.count(strong.condition(Exists(name))) > 0)
+    for key, attributes in given:
+        refuse_lists(key, attributes)
+        learn_types(kinds, key, attributes, retypable)
+    return kinds
 
 
 def _upsert_entries(

@@ -312,8 +312,8 @@ class Collection:
                     time.sleep(_PAUSE_S)
 
     def learn(self, kinds: Schema) -> None:
-        """Store the types of new attributes."""
-        new = {_KIND + name: kind for name, kind in kinds.items() if name not in self.kinds}
+        """Store new attributes, and changed types."""
+        new = {_KIND + name: kind for name, kind in kinds.items() if self.kinds.get(name) != kind}
         if new:
             self._alter(new)
 

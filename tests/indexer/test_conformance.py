@@ -404,6 +404,25 @@ def test_attributes_are_updated_and_taken_away(store: VectorStore) -> None:
     assert len(hits) == 9
 
 
+def test_an_attribute_that_no_item_has_takes_the_type_of_its_next_value(store: VectorStore) -> None:
+    one, two, three = units(3)
+    store.add([entry("one", one, {"age": "12"}), entry("two", two, {"n": 1})])
+    with pytest.raises(InvalidParameterError, match="'age' is a text"):
+        store.update({"two": {"age": 5}})
+    store.remove(["one"])
+    assert store.update({"two": {"age": 5}}) == 1
+    assert store.schema()["age"] == "number"
+    with pytest.raises(InvalidParameterError, match="'age' is a number"):
+        store.add([entry("three", three, {"age": "12"})])
+    [hits] = store.search(one[None], 3, SearchOptions(where=Range("age", above=4)))
+    assert [hit.key for hit in hits] == ["two"]
+    store.update({"two": {"age": None}})
+    assert store.add([entry("three", three, {"age": "12"})]) == Written(added=1)
+    assert store.schema()["age"] == "text"
+    with pytest.raises(InvalidParameterError, match="'age' is a text"):
+        store.add([entry("a", one, {"age": "12"}), entry("b", two, {"age": 5})])
+
+
 def test_a_removed_item_never_comes_back(store: VectorStore) -> None:
     entries = shop(30)
     store.add(entries)

@@ -129,9 +129,13 @@ NO_IMAGE = "none"
 """The format of an item whose image was embedded and not kept."""
 
 
+IMAGELESS = ("", NO_IMAGE)
+"""The formats of items without an image, unless they have a path."""
+
+
 def has_image(path: str, format_: str) -> bool:
     """Whether an item has an image: at a path below the image root, or uploaded."""
-    return bool(path) or format_ not in ("", NO_IMAGE)
+    return bool(path) or format_ not in IMAGELESS
 
 
 @dataclass(frozen=True, slots=True)

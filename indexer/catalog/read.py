@@ -26,7 +26,7 @@ from kinlens.indexer.catalog.schema import (
     row_checksum,
 )
 from kinlens.indexer.catalog.vectors import VectorFile
-from kinlens.indexer.types import NO_IMAGE, RESTORE, Ids, Item, find_sorted, has_image
+from kinlens.indexer.types import IMAGELESS, NO_IMAGE, RESTORE, Ids, Item, find_sorted
 from kinlens.values import AttributeValue, plain_attributes
 
 # Always reads complete rows with their crc: values from a covering index would not be verified.
@@ -154,7 +154,7 @@ class CatalogView:
             return None
         attributes = self._attributes_of(rows)
         return {
-            row[0]: (row[1], own, row[3], has_image(row[2], row[4]))
+            row[0]: (row[1], own, row[3], bool(row[2]) or row[4] not in IMAGELESS)
             for row, own in zip(rows, attributes, strict=True)
         }
 

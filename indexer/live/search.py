@@ -239,9 +239,9 @@ def _plain_hits(
     options.checkpoint()
     depth = options.offset + k
     least = -math.inf if options.min_score is None else options.min_score
-    found = _nearest(snapshot, queries, depth, options, mask)
+    scores, ids = _nearest(snapshot, queries, depth, options, mask)
     shown: list[list[tuple[ItemId, float]]] = []
-    for own, best in zip(*(array.tolist() for array in found), strict=True):
+    for own, best in zip(scores.tolist(), ids.tolist(), strict=True):
         ranked = zip(best[options.offset :], own[options.offset :], strict=True)
         shown.append([(i, score) for i, score in ranked if i >= 0 and score >= least])
     wanted = {i for row in shown for i, _ in row}

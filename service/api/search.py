@@ -141,12 +141,8 @@ class SearchRequest(SearchFields):
 
     @model_validator(mode="after")
     def _has_views(self) -> Self:
-        is_whole = len(self.images) + len(self.vectors) == 1 and not (
-            any(image.crops for image in self.images)
-            or any(sent.weight != 1 for sent in self.vectors)
-            or any((self.texts, self.positives, self.negatives))
-        )
-        if (self.guarantee is not None or self.accept is not None) and not is_whole:
+        asks_guarantee = self.guarantee is not None or self.accept is not None
+        if asks_guarantee and not self._is_whole:
             raise custom_error(
                 "guarantee and accept hold for queries like the labelled ones: one whole image, or "
                 "its vector; omit crops, texts, positives, negatives, weights and further images."
@@ -176,6 +172,15 @@ class SearchRequest(SearchFields):
                 "omit the weights, or send combine = mean."
             )
         return self
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether it is about one whole image or vector alone."""
+        return len(self.images) + len(self.vectors) == 1 and not (
+            any(image.crops for image in self.images)
+            or any(sent.weight != 1 for sent in self.vectors)
+            or any((self.texts, self.positives, self.negatives))
+        )
 
     @property
     def _has_likes(self) -> bool:

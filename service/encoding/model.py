@@ -318,8 +318,8 @@ class Model:
         if self._batcher is None:
             with span("embed"):
                 answers = self._each(self._embed, groups, check, is_numbered)
-            found = np.concatenate([vectors for vectors, _ in answers])
-            decode_ms = sum(took_ms for _, took_ms in answers)
+            parts, decode_times_ms = zip(*answers, strict=True)
+            found, decode_ms = np.concatenate(parts), sum(decode_times_ms)
         else:
             with span("decode"):
                 pixels = np.concatenate(self._each(self._decode, groups, check, is_numbered))

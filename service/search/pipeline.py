@@ -405,8 +405,10 @@ def _words(served: Served, query: Query) -> Embeddings:
     """The vectors (M, D) of the texts of a query. The first ones wait for the text tower, which is
     no reading of the gallery.
     """
+    if not query.texts:
+        return np.empty((0, 0), np.float32)
     texts = {f"texts[{number}]": text for number, (text, _) in enumerate(query.texts)}
-    return served.model.embed_texts(texts) if texts else np.empty((0, 0), np.float32)
+    return served.model.embed_texts(texts)
 
 
 def _targets(served: Served, query: Query, vectors: Sequence[Vector], words: Embeddings) -> Targets:

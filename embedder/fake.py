@@ -12,10 +12,9 @@ from PIL import Image
 from kinlens.embedder.calibration import Calibration
 from kinlens.embedder.errors import BundleError
 from kinlens.embedder.manifest import FP32, BoxesFile, Preprocessing, TextTower
-from kinlens.embedder.preprocess import Box, ImageLimits, preprocess
+from kinlens.embedder.preprocess import Box, ImageLimits, preprocess, windows
 from kinlens.embedder.types import Embeddings, Images, Maps, check_dims
 from kinlens.embedder.views.text import TextEncoder
-from kinlens.embedder.views.windows import windows
 
 _BLOCKS = 4  # per side of a map
 

@@ -5,6 +5,7 @@ pixels everywhere.
 """
 
 import io
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -50,6 +51,11 @@ MAX_SIDE_PX = 2048
 
 _THUMBNAIL = {"quality": 70, "optimize": True, "progressive": True}
 _WHOLE = {"quality": 90}
+
+_SIDE, _STARTS = 2 / 3, (0.0, 1 / 3)
+"""Side of a window as a fraction of each side of the image, and the starts of windows in a row.
+More and smaller windows find no more in benchmarks/clutter.py, and cost more.
+"""
 
 Box = tuple[float, float, float, float]
 """A part of an image: left, top, width, height as fractions 0..1 of the upright image."""
@@ -116,6 +122,14 @@ def check_box(box: Sequence[float]) -> Box:
     if width <= 0 or height <= 0:
         raise _bad_box(box, "has no area")
     return left, top, width, height
+
+
+def windows() -> list[Box | None]:
+    """Parts of an image at fixed places, for a model without a detector: None for the whole image,
+    then four windows of two thirds of its width and height at its corners.
+    """
+    starts = itertools.product(_STARTS, repeat=2)
+    return [None, *((left, top, _SIDE, _SIDE) for top, left in starts)]
 
 
 def decode(

@@ -1,19 +1,14 @@
 """Run an ONNX file on an engine: onnxruntime on a CPU or GPU, or OpenVINO on a CPU.
 
-Measured speeds of the modes of a bundle are kept for this machine.
-
 OpenVINO is an extra (`pip install 'kinlens[openvino]'`). It uses the bf16 units of x86 processors,
 which onnxruntime does not. It is imported on first use.
 """
 
-import contextlib
 import functools
-import hashlib
 import importlib.util
-import json
 import platform
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -23,9 +18,8 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import onnxruntime as ort
 
-from kinlens.embedder.durable import write_whole
 from kinlens.embedder.errors import BundleCorruptError, ProviderError
-from kinlens.embedder.machine import cache_folder, core_count, processor
+from kinlens.embedder.machine import core_count, processor
 from kinlens.embedder.manifest import AskedEngine, AskedPrecision, Engine, Mode
 from kinlens.embedder.types import Embeddings, Images
 
@@ -51,10 +45,6 @@ _PROVIDER_OPTIONS: dict[str, dict[str, str]] = {
     },
 }
 _ARM_BF16 = "mlas.enable_gemm_fastmath_arm64_bfloat16"
-
-
-Outcome = float | str
-"""The speed of a mode relative to the first one, or why it was refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,34 +307,3 @@ def create_session(
             "choose --device cpu."
         )
     return session
-
-
-def read_measured(
-    bundle_id: str, modes: Sequence[Mode], threads: int
-) -> dict[Mode, Outcome] | None:
-    """The stored measurement for this machine and these versions and modes; None without one."""
-    try:
-        found = json.loads(_measurement_file(bundle_id, modes, threads).read_text(encoding="utf-8"))
-        outcomes = {mode: found[mode.key] for mode in modes}
-    except (OSError, ValueError, TypeError, KeyError, RuntimeError):
-        return None
-    return outcomes if any(isinstance(outcome, float) for outcome in outcomes.values()) else None
-
-
-def write_measured(
-    bundle_id: str, modes: Sequence[Mode], threads: int, outcomes: Mapping[Mode, Outcome]
-) -> None:
-    """Store a measurement, if the cache folder is writable: a small file per bundle and machine, in
-    `kinlens/engines` below XDG_CACHE_HOME or ~/.cache.
-    """
-    content = {mode.key: outcome for mode, outcome in outcomes.items()}
-    with contextlib.suppress(OSError, RuntimeError):
-        file = _measurement_file(bundle_id, modes, threads)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(file, json.dumps(content).encode(), "measured")
-
-
-def _measurement_file(bundle_id: str, modes: Sequence[Mode], threads: int) -> Path:
-    known = [bundle_id, processor(), engine_versions(), [mode.key for mode in modes], threads]
-    digest = hashlib.sha256(json.dumps(known).encode()).hexdigest()
-    return cache_folder() / "engines" / f"{digest[:32]}.json"

@@ -21,8 +21,7 @@ from kinlens.embedder.bundle import BOXES, Bundle
 from kinlens.embedder.engines.models import SessionSettings, create_session
 from kinlens.embedder.errors import BundleCorruptError, BundleError
 from kinlens.embedder.manifest import BoxesFile, BoxesLayout, Colour
-from kinlens.embedder.preprocess import Box, ImageLimits, ImageParts
-from kinlens.embedder.views.windows import windows
+from kinlens.embedder.preprocess import Box, ImageLimits, ImageParts, windows
 
 Numbers = NDArray[np.float64]
 Outputs = Mapping[str, NDArray[Any]]

@@ -25,11 +25,10 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from kinlens.embedder.errors import FilterError, InvalidParameterError
-from kinlens.embedder.preprocess import Box, check_box
+from kinlens.embedder.preprocess import Box, check_box, windows
 from kinlens.embedder.programs.faults import shown
 from kinlens.embedder.sources.names import composed
 from kinlens.embedder.views.text import MAX_CHARACTERS
-from kinlens.embedder.views.windows import windows
 from kinlens.indexer import types
 from kinlens.indexer.filters.json import filter_from_json
 from kinlens.indexer.filters.text import parse_filter

@@ -15,7 +15,7 @@ from fastapi import APIRouter, HTTPException, Path, Query, Request, Response
 
 from kinlens.embedder import errors
 from kinlens.embedder.errors import ImageError, InvalidParameterError, KinlensError
-from kinlens.embedder.views.windows import windows
+from kinlens.embedder.preprocess import windows
 from kinlens.golden import (
     GoldenQueries,
     GoldenQuery,

@@ -14,8 +14,8 @@ from typing import Any
 
 from kinlens.embedder.bundle import BOXES, MAP, Bundle, attach
 from kinlens.embedder.decoding.formats import FORMATS
+from kinlens.embedder.engines.choice import FASTER
 from kinlens.embedder.errors import GalleryError, ImageError, SourceError, StateError
-from kinlens.embedder.session import FASTER
 from kinlens.embedder.sources.tables import class_in
 from kinlens.indexer.gallery import Gallery
 from kinlens.quality.gate import class_name

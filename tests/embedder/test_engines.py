@@ -40,7 +40,7 @@ def load_any(path: Path, settings: SessionSettings, _: Mode) -> OnnxRuntimeModel
 @pytest.fixture
 def any_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if this machine had all engines and units; each runs the file as onnxruntime does."""
-    monkeypatch.setattr("kinlens.embedder.session.absence", lambda *_: None)
+    monkeypatch.setattr("kinlens.embedder.engines.choice.absence", lambda *_: None)
     monkeypatch.setattr("kinlens.embedder.session.load", load_any)
 
 

@@ -20,8 +20,8 @@ from kinlens.embedder.preprocess import (
     preprocess,
     render_jpeg,
     resize_box,
+    windows,
 )
-from kinlens.embedder.views.windows import windows
 from tests.support.odd_images import (
     FORMATS,
     claiming,

@@ -9,9 +9,8 @@ from typer.testing import CliRunner, Result
 
 from kinlens.commands.__main__ import app
 from kinlens.embedder.bundle import Bundle
-from kinlens.embedder.preprocess import WHOLE
+from kinlens.embedder.preprocess import WHOLE, windows
 from kinlens.embedder.sources.names import printable
-from kinlens.embedder.views.windows import windows
 from kinlens.quality.calibration import GalleryCalibration
 from kinlens.quality.calibrator import Calibrator
 from tests.indexer.conftest import PHOTOS, failure, printed, query, usage

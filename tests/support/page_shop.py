@@ -21,7 +21,7 @@ from pydantic import BaseModel, BeforeValidator, Json
 from starlette.datastructures import FormData, QueryParams
 
 from kinlens import models
-from kinlens.embedder.views.windows import windows
+from kinlens.embedder.preprocess import windows
 from kinlens.service.http.edge import SECURITY_HEADERS
 from tests.tiny import encoded
 

@@ -11,7 +11,7 @@ import pytest
 import structlog
 
 from kinlens.embedder.errors import RateLimitedError
-from kinlens.embedder.views.windows import windows
+from kinlens.embedder.preprocess import windows
 from tests.support.seams import (
     FIRST,
     Account,

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from kinlens.embedder.views.windows import windows
+from kinlens.embedder.preprocess import windows
 from tests.support.market import COUNT, found, keys, photo, post, text_of
 from tests.support.shops import assert_problem, sha256, start_shop
 

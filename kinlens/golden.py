@@ -1,6 +1,7 @@
 """Golden sets: labelled queries and reports of runs, as the service and the library return them."""
 
 from collections.abc import Iterator
+from math import sqrt
 from operator import not_
 from typing import Annotated, Literal
 
@@ -16,6 +17,27 @@ Crop = tuple[float, float, float, float] | Literal["auto"]
 """A part of an image as left, top, width and height in fractions of it; auto for several parts."""
 
 _SHORT = 12  # characters of an id that are shown
+_Z = 1.96  # standard deviations around the mean that cover 95 % of a normal distribution
+
+
+def wilson(right: int, queries: int) -> Interval:
+    """Wilson interval of the share of `right` among `queries` independent queries, at least one.
+
+    References: Wilson, Probable Inference, the Law of Succession, and Statistical Inference (1927).
+    """
+    part, z2 = right / queries, _Z**2 / queries
+    middle = (part + z2 / 2) / (1 + z2)
+    half = _Z * sqrt(part * (1 - part) / queries + z2 / (4 * queries)) / (1 + z2)
+    return round(max(middle - half, 0.0), 6), round(min(middle + half, 1.0), 6)
+
+
+def with_interval(recall: float, queries: int) -> str:
+    """A recall in percent with Wilson's 95 % interval, "58.0 (50.0 to 65.6)".
+
+    It takes queries as independent. Images of one class are alike, so the true interval is wider.
+    """
+    low, high = wilson(round(recall / 100 * queries), queries)
+    return f"{recall:.1f} ({100 * low:.1f} to {100 * high:.1f})"
 
 
 class Label(BaseModel, frozen=True, extra="forbid"):

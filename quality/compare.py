@@ -10,9 +10,9 @@ from pydantic import BaseModel
 
 from kinlens.embedder.errors import ItemNotFoundError
 from kinlens.embedder.types import SHORT, Hit
-from kinlens.golden import Interval
+from kinlens.golden import Interval, wilson
 from kinlens.indexer.gallery import Gallery
-from kinlens.quality.intervals import over_classes, wilson
+from kinlens.quality.intervals import over_classes
 from kinlens.reports import Report
 from kinlens.values import AttributeValue, Scalar
 

@@ -1,8 +1,8 @@
-"""Confidence intervals of a share of queries and of a paired change, and exact binomial bounds."""
+"""The confidence interval of a paired change, and exact binomial bounds."""
 
 from collections.abc import Sequence
 from functools import lru_cache
-from math import log, log1p, sqrt
+from math import log, log1p
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,18 +12,6 @@ from kinlens.golden import Interval
 _SEED = 0
 _DRAWS = 2000
 _STEPS = 50  # bisections of an exact bound
-_Z = 1.96  # standard deviations around the mean that cover 95 % of a normal distribution
-
-
-def wilson(right: int, queries: int) -> Interval:
-    """Wilson interval of the share of `right` among `queries` independent queries, at least one.
-
-    References: Wilson, Probable Inference, the Law of Succession, and Statistical Inference (1927).
-    """
-    part, z2 = right / queries, _Z**2 / queries
-    middle = (part + z2 / 2) / (1 + z2)
-    half = _Z * sqrt(part * (1 - part) / queries + z2 / (4 * queries)) / (1 + z2)
-    return round(max(middle - half, 0.0), 6), round(min(middle + half, 1.0), 6)
 
 
 def over_classes(change: Sequence[int], names: Sequence[object]) -> Interval | None:

@@ -26,7 +26,7 @@ from kinlens.embedder.errors import (
 )
 from kinlens.embedder.sources.names import composed
 from kinlens.embedder.types import Hit, first_numbers
-from kinlens.golden import GoldenOutcome, GoldenQuery, GoldenRun, Interval, Label
+from kinlens.golden import GoldenOutcome, GoldenQuery, GoldenRun, Interval, Label, wilson
 from kinlens.indexer.filters.tree import Equals
 from kinlens.indexer.types import (
     SAME_SCORE,
@@ -37,7 +37,7 @@ from kinlens.indexer.types import (
 )
 from kinlens.quality.golden import MAX_RIGHT, GoldenSet, right_items
 from kinlens.quality.guarantee import Labelled
-from kinlens.quality.intervals import over_classes, wilson
+from kinlens.quality.intervals import over_classes
 from kinlens.values import AUTO, Scalar, single
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from kinlens.embedder.bundle import (
 from kinlens.embedder.errors import BundleError, BundleNotFoundError
 from kinlens.embedder.manifest import BundleManifest
 from kinlens.environment import needs
-from kinlens.quality.intervals import wilson
+from kinlens.golden import with_interval
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -217,7 +217,7 @@ def _figures(manifest: BundleManifest) -> str:
     rows = {"this model": manifest.recall, **({known.model: known.recall} if known else {})}
     lines = [f"| model | {' | '.join(names)} |", f"|---{'|---' * len(names)}|"]
     for model, recall in rows.items():
-        cells = [_with_interval(recall.get(name), queries) for name in names]
+        cells = [_shown(recall.get(name), queries) for name in names]
         lines.append(f"| {model} | {' | '.join(cells)} |")
     note = "R@k is the share of queries, in percent, with a photo of the same class among the first"
     count = f", on {known.queries:,} test queries with 95 % intervals (Wilson)" if known else ""
@@ -229,13 +229,10 @@ def _figures(manifest: BundleManifest) -> str:
     return "\n".join(lines)
 
 
-def _with_interval(percent: float | None, queries: int | None) -> str:
+def _shown(percent: float | None, queries: int | None) -> str:
     if percent is None:
         return ""
-    if queries is None:
-        return f"{percent:.1f}"
-    low, high = wilson(round(percent / 100 * queries), queries)
-    return f"{percent:.1f} ({100 * low:.1f} to {100 * high:.1f})"
+    return f"{percent:.1f}" if queries is None else with_interval(percent, queries)
 
 
 def _data(manifest: BundleManifest) -> str:

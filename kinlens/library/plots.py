@@ -64,7 +64,7 @@ def recall(
     Examples:
         >>> axes = kinlens.plot.recall(before, after, labels=["before", "after"])
     """
-    from kinlens.quality.intervals import wilson
+    from kinlens.golden import wilson
 
     curves = [(*_recalls(one), name) for one, name in _named("evaluations", evaluations, labels)]
     axes, seen = _axes(ax), set[int]()
@@ -105,10 +105,10 @@ def calibration(gallery: "Gallery", *, searches: int = 500, ax: "Axes | None" = 
 
     from kinlens.embedder.calibration import calibration_error
     from kinlens.embedder.errors import InvalidParameterError
+    from kinlens.golden import wilson
     from kinlens.library.stores import folder_of
     from kinlens.quality.calibration import identity, product_of
     from kinlens.quality.calibrator import Calibrator
-    from kinlens.quality.intervals import wilson
     from kinlens.values import single
 
     folder = folder_of(gallery.store, "has no probabilities")

@@ -14,7 +14,7 @@ from PIL import Image
 import kinlens
 from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.errors import FilterError, InvalidParameterError
-from kinlens.quality.intervals import wilson
+from kinlens.golden import wilson
 from kinlens.training.library.measure import Figures
 from tests.tiny import TINY_DIM, encoded, photo
 

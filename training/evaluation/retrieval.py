@@ -156,18 +156,6 @@ def full_precision() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def with_interval(recall: float, queries: int) -> str:
-    """A recall in percent with Wilson's 95 % interval, "58.0 (50.0 to 65.6)".
-
-    It takes queries as independent. Images of one class are alike, so the true interval is wider.
-    """
-    from scipy import stats  # here, since its import takes a second
-
-    right = round(recall / 100 * queries)
-    low, high = stats.binomtest(right, queries).proportion_ci(method="wilson")
-    return f"{recall:.1f} ({100 * low:.1f} to {100 * high:.1f})"
-
-
 def gain(before: Tensor | None, after: Tensor, labels: Labels) -> dict[str, float]:
     r"""`GAIN`: 95 % interval of the change in R@1 between two models on the same queries.
 

@@ -43,7 +43,7 @@ class Figures(Report, dict[str, float]):
 
     def lines(self) -> list[str]:
         """A line for each figure; recall has its interval of 95 %."""
-        from kinlens.training.evaluation.retrieval import with_interval
+        from kinlens.golden import with_interval
 
         return [
             f"{name} {with_interval(x, self.queries) if name.startswith('R@') else f'{x:.4g}'}"
@@ -254,7 +254,7 @@ def _warn_of_seen(images: "LabelledImages", seen: "Seen | None", *, is_own: bool
 
 def facts(bundle: "Bundle") -> Iterator[str]:
     """What is known of a bundle, line by line: recall, precisions and calibration."""
-    from kinlens.training.evaluation.retrieval import with_interval
+    from kinlens.golden import with_interval
 
     manifest = bundle.manifest
     yield (

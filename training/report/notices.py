@@ -4,10 +4,11 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from kinlens.golden import with_interval
 from kinlens.training.checkpoint import Epoch, Figures, Row
 from kinlens.training.config.job import Job
 from kinlens.training.data.records import Split
-from kinlens.training.evaluation.retrieval import GAIN, queries_in, with_interval
+from kinlens.training.evaluation.retrieval import GAIN, queries_in
 from kinlens.training.folder import UNTRAINED, Result
 from kinlens.training.regularizers.shares import LEAST
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from kinlens.embedder.errors import JobError
 from kinlens.training.config.job import Job
 from kinlens.training.distributed import gather
-from kinlens.training.losses.matryoshka import matryoshka
+from kinlens.training.losses.base import matryoshka
 from kinlens.training.losses.table import build_loss
 from kinlens.training.models.embedding import EmbeddingNet
 from kinlens.training.parts.fields import OwnRegularizer

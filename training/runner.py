@@ -1,30 +1,36 @@
 """A complete run: train, choose the model, test it once, write result and report."""
 
+import hashlib
+import shutil
 import statistics
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
 
-from kinlens.embedder.bundle import SEEN
-from kinlens.embedder.errors import JobError
+from kinlens.embedder.bundle import MANIFEST, SEEN
+from kinlens.embedder.errors import CheckpointError, JobError
 from kinlens.embedder.seen import Seen
 from kinlens.training.checkpoint import FILE, Checkpoint, Epoch, Row, load_chosen, write_chosen
-from kinlens.training.config.job import Job
-from kinlens.training.data.records import Split
+from kinlens.training.config.job import Job, expand_path
+from kinlens.training.data.records import Split, content_digest
 from kinlens.training.device import choose_device, tuned
 from kinlens.training.distributed import is_main, wait_for_all
 from kinlens.training.evaluation.evaluate import evaluate
 from kinlens.training.folder import (
+    LOCK,
     RESULT,
     UNTRAINED,
     Result,
+    by_name,
     exclusive,
+    finished_result,
     is_begun,
     replace_json,
     replacing,
+    stamp,
 )
 from kinlens.training.report.log import Callback
 from kinlens.training.report.notices import MAY_HAVE_SEEN, did_it_help, verdict_of
@@ -32,6 +38,7 @@ from kinlens.training.report.page import write_report
 from kinlens.training.start import NOT_PROVEN, may_have_seen, seen_before, too_few
 from kinlens.training.trainer import fit
 
+_STAMP = "adapt.json"
 _PACKAGES = ("torch", "torchvision", "numpy", "pillow")
 
 
@@ -39,6 +46,43 @@ def run_job(job: Job, split: Split, folder: Path, listener: Callback) -> Result:
     """Train or resume `job`, and test its chosen model. Raises: TrainingError, JobError."""
     with exclusive(folder) if is_main() else nullcontext():
         return _run(job, split, folder, listener)
+
+
+def run_or_resume(job: Job, split: Split, folder: Path, digest: str, listener: Callback) -> Result:
+    """`run_job` in the run folder of this `digest`, unless it is finished. Raises: KinlensError."""
+    early = (_STAMP, SEEN, LOCK)  # what a run writes before it trains
+    is_new = not folder.exists()
+    files = [path for path in (folder / name for name in early) if not path.exists()]
+    try:
+        stamp(folder, _STAMP, {"digest": digest})
+    except (JobError, CheckpointError) as error:
+        raise JobError(
+            f"{folder} belongs to other images or settings. Give another --run, or "
+            "delete that folder."
+        ) from error
+    if (result := finished_result(job, folder)) is not None:
+        return result
+    try:
+        return run_job(job, split, folder, listener)
+    except BaseException:
+        if not any(folder.rglob("*.pt")):  # computed features are in the cache
+            if is_new:
+                shutil.rmtree(folder, ignore_errors=True)
+            elif folder / _STAMP in files:  # a folder of the user keeps its other files
+                for path in files:
+                    with suppress(OSError):
+                        path.unlink()
+        raise
+
+
+def digest_of(job: Job, split: Split) -> str:
+    """Of all that the result depends on: settings, lists, images and the weights of the start."""
+    contents = [part.content_sha256() for part in split.parts.values()]
+    contents += [split.joined().content_sha256(), split.learnt_sha256()]
+    start = expand_path(job.model.weights, "model.weights")
+    start = start / MANIFEST if start.is_dir() else start
+    contents += [content_digest(start).hex()] if start.is_file() else []
+    return hashlib.sha256(repr((by_name(job.as_dict()), contents)).encode()).hexdigest()
 
 
 def _run(job: Job, split: Split, folder: Path, listener: Callback) -> Result:

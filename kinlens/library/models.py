@@ -95,7 +95,9 @@ def adapt(
     _, name, _ = shop_of(images)
     # Imported after the folder is found, as torch takes seconds.
     from kinlens.embedder.bundle import make_room
-    from kinlens.training.bundles.adapted import digest_of, train, write
+    from kinlens.training.bundles.bundle import export_checkpoint
+    from kinlens.training.checkpoint import load_chosen
+    from kinlens.training.runner import digest_of, run_or_resume, seen_in
     from kinlens.training.start import continues_model
 
     make_room(out)
@@ -122,9 +124,16 @@ def adapt(
     digest = digest_of(job, split)
     folder = Path("runs", f"adapt-{name}-{digest[:8]}") if run is None else Path(run).expanduser()
     with console_listener(verbose, brief=not verbose) as listener:
-        result = train(job, split, folder, digest, listener)
-    noted = noting_refusals(precisions, verbose)
-    written = write(folder, split, out, precisions, noted, with_map)
+        result = run_or_resume(job, split, folder, digest, listener)
+    written = export_checkpoint(
+        load_chosen(folder),
+        split,
+        out,
+        precisions=precisions,
+        on_refusal=noting_refusals(precisions, verbose),
+        with_map=with_map,
+        seen=seen_in(folder),
+    )
     after, before = (figures.get("R@1") for figures in (result.figures, result.trunk))
     figures: dict[str, Any] = {
         "photos": photos,

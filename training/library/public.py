@@ -3,8 +3,7 @@
 from kinlens.training.config.job import Job, load_job
 from kinlens.training.data.samplers import BatchSampler
 from kinlens.training.folder import Result
-from kinlens.training.losses.base import MetricLoss, ProxyLoss
-from kinlens.training.losses.matryoshka import matryoshka
+from kinlens.training.losses.base import MetricLoss, ProxyLoss, matryoshka
 from kinlens.training.losses.miners import (
     Triplets,
     batch_hard,

@@ -1,6 +1,7 @@
 """A run in progress: the state that a step changes, and how it is created, saved and restored."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,9 @@ from kinlens.training.data.records import Split
 from kinlens.training.device import choose_device
 from kinlens.training.distributed import world
 from kinlens.training.folder import FREE_TO_RESUME, UNTRAINED, changes
-from kinlens.training.models.backbones import synchronize_batch_norm
+from kinlens.training.models.backbones import TimmTrunk, stages_of
 from kinlens.training.models.embedding import EmbeddingNet
 from kinlens.training.models.from_bundle import new_network
-from kinlens.training.models.stages import stages_of
 from kinlens.training.objective import Objective, TrainingStep
 from kinlens.training.parts.own import require_sources, sources_of
 
@@ -196,3 +196,15 @@ def restore(run: Run, split: Split, path: Path) -> None:
         torch.cuda.set_rng_state(checkpoint.cuda_rng)
     for name in _PROGRESS:
         setattr(run, name, getattr(checkpoint, name))
+
+
+def synchronize_batch_norm(trunk: nn.Module) -> nn.Module:
+    """`trunk` with the batch statistics of all processes in place of those of each."""
+    if isinstance(trunk, TimmTrunk):
+        # torch's conversion would drop the activations that timm has inside its batch norm.
+        from timm.layers import convert_sync_batchnorm
+
+        trunk.network = convert_sync_batchnorm(trunk.network)
+        return trunk
+    convert: Callable[[nn.Module], nn.Module] = nn.SyncBatchNorm.convert_sync_batchnorm
+    return convert(trunk)

@@ -40,7 +40,6 @@ MODULES = (
 ADAPT = {
     "model.backbone": "timm:test_resnet",
     "model.dim": 16,
-    "model.hidden": 8,
     "model.views": 1,
     "model.batch_norm": "frozen",
     "input.size_px": 32,

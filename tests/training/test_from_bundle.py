@@ -15,14 +15,15 @@ from typer.testing import CliRunner
 from kinlens.embedder.bundle import WEIGHTS, Bundle
 from kinlens.embedder.errors import CheckpointError, ExportError, KinlensError
 from kinlens.embedder.session import OnnxEmbedder
+from kinlens.golden import with_interval
 from kinlens.rendered.catalogue import write_catalogue
 from kinlens.training.__main__ import app
+from kinlens.training.bundles import bundle as bundle_module
 from kinlens.training.bundles.bundle import export_backbone, export_checkpoint
 from kinlens.training.checkpoint import START, between, load_checkpoint, load_chosen
 from kinlens.training.config.job import Job, parse_job
 from kinlens.training.config.settings import Input, Model
 from kinlens.training.data.load import load_split
-from kinlens.training.evaluation.retrieval import with_interval
 from kinlens.training.models.backbones import write_weights
 from kinlens.training.models.embedding import Pool, torch_embed
 from kinlens.training.runner import run_job
@@ -38,10 +39,11 @@ VIT = "timm:test_vit.r160_in1k"
 def bundle(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     """Of a small job with a flow, one epoch old; as of 0.2, without the file of weights."""
     folder = tmp_path_factory.mktemp("run")
-    kept = exported(small_job(folder / "products", weights=weights), folder)
-    path = shutil.copytree(kept.path, folder / "bundle")
-    (path / WEIGHTS).unlink()
-    return Bundle.open(path)
+    exported(small_job(folder / "products", weights=weights), folder)
+    checkpoint = load_checkpoint(folder)
+    split = load_split(parse_job(checkpoint.job).data)
+    with mock.patch.object(bundle_module, "folded", lambda net, _: net):  # the exporter folds it
+        return export_checkpoint(checkpoint, split, folder / "bundle")
 
 
 @pytest.fixture(scope="module")
@@ -84,13 +86,16 @@ def test_kept_weights_are_those_of_the_run_and_read_as_from_the_onnx_file(
     trained = load_checkpoint(bundle.path.parent).network()[1].state_dict()
     state = create_run(job_from(kept), classes=3).net.cpu().state_dict()
     assert all(torch.equal(state[name], value) for name, value in trained.items())
-    folded, read = (
+    alone = Bundle.open(shutil.copytree(kept.path, bundle.path.with_name("alone")))
+    (alone.path / WEIGHTS).unlink()
+    folded, *read = (
         create_run(job_from(one, batch_norm="folded"), classes=3).net.cpu().state_dict()
-        for one in (kept, bundle)
+        for one in (kept, alone, bundle)
     )
-    assert folded.keys() == read.keys()
-    for name, value in folded.items():
-        torch.testing.assert_close(read[name], value, atol=1e-5, rtol=1e-4)
+    for found in read:
+        assert folded.keys() == found.keys()
+        for name, value in folded.items():
+            torch.testing.assert_close(found[name], value, atol=1e-5, rtol=1e-4)
     create_run(job_from(kept, batch_norm="train"), classes=3)
 
 

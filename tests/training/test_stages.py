@@ -12,8 +12,7 @@ from kinlens.embedder.errors import JobError
 from kinlens.training.checkpoint import load_checkpoint
 from kinlens.training.config.job import Job, parse_job
 from kinlens.training.data.load import load_split
-from kinlens.training.models.backbones import build_trunk
-from kinlens.training.models.stages import stages_of
+from kinlens.training.models.backbones import build_trunk, stages_of
 from kinlens.training.state import create_run, parameter_groups
 from kinlens.training.trainer import fit
 from tests.training.jobs import Silent, Stopping, small_job, step_job

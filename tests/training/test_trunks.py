@@ -19,9 +19,9 @@ from kinlens.training.models.backbones import (
     build_trunk,
     channels_of,
     normalization_of,
-    synchronize_batch_norm,
 )
 from kinlens.training.models.embedding import EmbeddingNet, torch_embed
+from kinlens.training.state import synchronize_batch_norm
 from tests.training.jobs import images
 
 timm = pytest.importorskip("timm", reason="the extra kinlens[timm] is not installed")

@@ -36,7 +36,7 @@ from kinlens.embedder.session import OnnxEmbedder
 from kinlens.embedder.types import Embed, Embeddings, Images
 from kinlens.training.bundles.calibration import fit_calibration
 from kinlens.training.bundles.golden import golden_images, golden_inputs
-from kinlens.training.bundles.graph import write_onnx
+from kinlens.training.bundles.graph import folded, write_onnx
 from kinlens.training.bundles.map import require_map, write_map
 from kinlens.training.bundles.precisions import Candidate, OnRefusal, accepted, open_candidates
 from kinlens.training.checkpoint import Checkpoint
@@ -289,7 +289,7 @@ def _export(
 def _trial(net: nn.Module, manifest: BundleManifest, folder: Path) -> Bundle:
     """A provisional bundle with the golden vectors of torch, to be measured."""
     spec = manifest.preprocessing
-    write_onnx(net, spec.crop_px, folder / "model.onnx")
+    write_onnx(folded(net, spec.crop_px), spec.crop_px, folder / "model.onnx")
     images = golden_images(spec)
     inputs = golden_inputs(images, spec)
     golden = torch_embed(net, inputs)

@@ -4,17 +4,21 @@ import copy
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import onnx
 import torch
 from onnx import NodeProto, numpy_helper
 from torch import Tensor, nn
 
-from kinlens.embedder.errors import ExportError
+from kinlens.embedder.errors import ExportError, JobError
 from kinlens.embedder.views.text import IDS
 from kinlens.training.bundles.onnx_graph import TRUNK
+from kinlens.training.models.backbones import fold_batch_norm
 from kinlens.training.models.embedding import EmbeddingNet
 from kinlens.training.models.onnx_trunk import OnnxTrunk
+
+Net = TypeVar("Net", bound=nn.Module)
 
 _TRACE_BATCH = 2
 _OPSET = 20
@@ -35,6 +39,22 @@ def write_onnx(net: nn.Module, size_px: int, path: Path, output: str = "embeddin
             module.inplace = False  # type: ignore[assignment]
     sample = torch.zeros(_TRACE_BATCH, 3, size_px, size_px, dtype=torch.uint8)
     _write(net, sample, path, "images", output)
+
+
+def folded(net: Net, size_px: int) -> Net:
+    """A copy of `net` whose batch norms are parts of its convolutions; `net` if they cannot be.
+
+    The exporter does the same to its graph, but late: a network with a third of its layers gone is
+    written in three fifths of the time.
+    """
+    if not isinstance(net, EmbeddingNet):
+        return net
+    copied = copy.deepcopy(net)
+    try:
+        fold_batch_norm(copied.trunk, size_px)
+    except JobError:
+        return net
+    return copied
 
 
 def write_text_onnx(net: nn.Module, context: int, path: Path) -> None:

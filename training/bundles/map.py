@@ -18,13 +18,12 @@ from kinlens.embedder.errors import ExportError
 from kinlens.embedder.machine import core_count
 from kinlens.embedder.manifest import FP32, MapFile, Preprocessing
 from kinlens.embedder.types import Embeddings, Images, Maps
-from kinlens.training.bundles.graph import write_onnx
+from kinlens.training.bundles.graph import folded, write_onnx
 from kinlens.training.models.embedding import (
     MIN_ACTIVATION,
     MIN_EXPONENT,
     EmbeddingNet,
     FlowInput,
-    Head,
     Pool,
     torch_embed,
 )
@@ -111,9 +110,6 @@ def parts_through(layer: nn.Module, parts: Tensor) -> Tensor:
         for inner in layer:
             parts = parts_through(inner, parts)
         return parts
-    if isinstance(layer, Head):
-        hidden = parts_through(nn.ReLU(), parts_through(layer.inner, parts))
-        return parts_through(layer.linear, parts) + parts_through(layer.outer, hidden)
     if isinstance(layer, nn.Linear):
         return F.linear(parts, layer.weight) + layer.bias / parts.shape[1]
     if isinstance(layer, FlowInput):
@@ -175,7 +171,7 @@ def write_map(
     net: EmbeddingNet, spec: Preprocessing, inputs: Images, embeddings: Embeddings, path: Path
 ) -> MapFile:
     """Write the map of `net` as ONNX, checked on golden tensors. Raises: ExportError."""
-    map_net = EmbeddingMap(net).eval()
+    map_net = EmbeddingMap(folded(net, spec.crop_px)).eval()
     write_onnx(map_net, spec.crop_px, path, "map")
     by_onnx = load(path, SessionSettings(threads=core_count()), FP32).run
     return check_map(partial(torch_embed, map_net), by_onnx, inputs, embeddings)

@@ -328,6 +328,7 @@ _RETIRED: dict[str, Any] = {
     "loss.nu": 0.0,
     "loss.over_batch": "sum",
     "loss.pairs": "all",
+    "model.hidden": None,
     "sampling.confused": _ANY,
 }
 """Settings that stored jobs have and this version has not, with the value that is left."""

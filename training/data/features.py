@@ -21,7 +21,15 @@ from kinlens.embedder.errors import DatasetError
 from kinlens.embedder.machine import cache_folder
 from kinlens.embedder.preprocess import preprocess, to_chw
 from kinlens.training.config.settings import TIMM, Input, Runtime
-from kinlens.training.data.images import ImageFiles, Index, Item, batches, build_loader, random_view
+from kinlens.training.data.images import (
+    AT_ONCE,
+    ImageFiles,
+    Index,
+    Item,
+    batches,
+    build_loader,
+    random_view,
+)
 from kinlens.training.data.records import LabelledImages, content_digest
 from kinlens.training.distributed import local_world
 from kinlens.training.models.embedding import EmbeddingNet, device_of, evaluating
@@ -31,7 +39,6 @@ Vectors = NDArray[np.float32]
 Computed = Callable[[int, int], None]
 """Called with the number of available features and the total."""
 
-_BATCH = 64
 _LARGEST = 2 * 10**9  # bytes of the file: 400,000 views of MobileNetV2
 _AUGMENTATIONS = ("augment", "colour", "blur_px", "jpeg_quality", "erase")
 _DEFAULTS = {name: Input.model_fields[name].default for name in _AUGMENTATIONS}
@@ -148,7 +155,7 @@ def pooled_views(
             part = [index for index in missing if (index[1] > 0) == of_training]
             if not part:  # start no processes without work
                 continue
-            order = [part[start : start + _BATCH] for start in range(0, len(part), _BATCH)]
+            order = [part[start : start + AT_ONCE] for start in range(0, len(part), AT_ONCE)]
             loader = build_loader(dataset, cast(Any, order), runtime, device, 0, local_world())
             for indices, (pixels, _) in zip(order, batches(loader), strict=True):
                 vectors = net.pooled(pixels.to(device)).float().cpu().numpy()

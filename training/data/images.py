@@ -36,6 +36,11 @@ Item = tuple[Tensor, Tensor]
 Index = tuple[int, int, int]
 """(epoch, image, view): `view` is 0 at the first use of an image in an epoch, then 1, 2, ..."""
 
+AT_ONCE = 16
+"""Images that are embedded together. A process reads them all before the network begins, so more of
+them would let it wait longer.
+"""
+
 _ATTEMPTS = 10
 _LOG_RATIO = math.log(4 / 3)
 _ON_CPU, _ON_GPU = 2, 16  # maximum number of workers under "auto"

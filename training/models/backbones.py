@@ -8,6 +8,7 @@ import difflib
 import functools
 import inspect
 import pickle
+from bisect import bisect
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise, takewhile
@@ -66,7 +67,8 @@ class Backbone:
     The trunk is the part of a network before its child named `until`. `url` is that of the ImageNet
     weights that papers on metric learning start from (for ResNet50 torchvision's V1, not the newer
     V2); the file name ends with the start of its sha256. `mean`, `std`, `bgr` and `peak` are those
-    of `Normalize`, `cure` is the advice if the weights cannot be downloaded.
+    of `Normalize`, `cure` is the advice if the weights cannot be downloaded. `stages` has the first
+    layer of each stage but the first one: where timm divides its network of that name.
     """
 
     build: Callable[[], nn.Module]
@@ -78,6 +80,7 @@ class Backbone:
     bgr: bool = False
     peak: float = 1.0
     cure: str = "Download {url} on a machine with internet access and pass the file: "
+    stages: tuple[int, ...] = ()
 
 
 def _torchvision(name: str, **options: bool) -> Callable[[], nn.Module]:
@@ -95,10 +98,18 @@ _PYTORCH = "https://download.pytorch.org/models/"
 
 BACKBONES = {
     "mobilenet_v2": Backbone(
-        _torchvision("mobilenet_v2"), "classifier", f"{_PYTORCH}mobilenet_v2-7ebf99e0.pth", 1280
+        _torchvision("mobilenet_v2"),
+        "classifier",
+        f"{_PYTORCH}mobilenet_v2-7ebf99e0.pth",
+        1280,
+        stages=(1, 2, 4, 7, 11, 14, 17),
     ),
     "resnet50": Backbone(
-        _torchvision("resnet50"), "avgpool", f"{_PYTORCH}resnet50-0676ba61.pth", 2048
+        _torchvision("resnet50"),
+        "avgpool",
+        f"{_PYTORCH}resnet50-0676ba61.pth",
+        2048,
+        stages=(4, 5, 6, 7),
     ),
     # Its ImageNet weights were trained on inputs in -1..1.
     "googlenet": Backbone(
@@ -179,6 +190,36 @@ def channels_of(name: str, trunk: nn.Module) -> int:
     return BACKBONES[name].channels if name in BACKBONES else int(getattr(trunk, "channels", 0))
 
 
+def stages_of(name: str, trunk: nn.Module) -> list[list[nn.Parameter]]:
+    """The parameters of each stage of a trunk, from image to output: the layers before its blocks,
+    then its blocks.
+
+    Raises: JobError if it has no stages.
+    """
+    starts = BACKBONES[name].stages if name in BACKBONES else ()
+    if isinstance(trunk, TimmTrunk) and hasattr(trunk.network, "group_matcher"):
+        from timm.models import group_parameters
+
+        network: nn.Module = trunk.network
+        matcher = trunk.network.group_matcher(coarse=True)
+        numbers: dict[str, int] = group_parameters(network, matcher, reverse=True)
+    elif starts:
+        layers = [*trunk.children()]
+        network = trunk if len(layers) > 1 else layers[0]
+        names = [parameter for parameter, _ in network.named_parameters()]
+        numbers = {x: bisect(starts, int(x.partition(".")[0])) for x in names}
+    else:
+        known = (key for key, backbone in BACKBONES.items() if backbone.stages)
+        raise JobError(
+            f"{name} has no stages for model.frozen_stages and optimizer.stage_decay. Use "
+            f"{', '.join(known)} or a network of timm that has stages, or omit both."
+        )
+    stages: list[list[nn.Parameter]] = [[] for _ in range(max(numbers.values()) + 1)]
+    for parameter_name, parameter in network.named_parameters():
+        stages[numbers[parameter_name]].append(parameter)
+    return stages
+
+
 def normalization_of(name: str, trunk: nn.Module) -> Normalize:
     """The normalisation from pixels to the input of `trunk`."""
     if name not in BACKBONES:
@@ -207,11 +248,12 @@ def _state_dict(name: str, backbone: Backbone, weights: str) -> State:
     return state
 
 
-def fold_batch_norm(trunk: nn.Module, side: int = 64) -> None:
+def fold_batch_norm(trunk: nn.Module, side: int | None = None) -> None:
     """Fold each batch norm, in evaluation mode, into the convolution before it, in place.
 
-    The network computes the same, which is checked on noise of `side` pixels. Scales become part of
-    the weights and learn with them; shifts become biases, which stay fixed.
+    The network computes the same, which is checked on noise of `side` pixels, by default 64 or, for
+    networks of timm, theirs. Scales become part of the weights and learn with them; shifts become
+    biases, which stay fixed.
 
     Raises: JobError if a batch norm does not follow a convolution of its own; `trunk` is then
         unusable.
@@ -220,6 +262,7 @@ def fold_batch_norm(trunk: nn.Module, side: int = 64) -> None:
         return
     mode = trunk.training
     trunk.eval()
+    side = side or (trunk.side if isinstance(trunk, TimmTrunk) else 64)
     before = _on_noise(trunk, side)
     for (layer_name, layer), (name, norm) in pairwise(layers_of(trunk)):
         if not isinstance(layer, nn.Conv2d) or not isinstance(norm, nn.BatchNorm2d):
@@ -239,18 +282,6 @@ def fold_batch_norm(trunk: nn.Module, side: int = 64) -> None:
             'backbone does not have everywhere. Set model.batch_norm to "frozen".'
         )
     trunk.train(mode)
-
-
-def synchronize_batch_norm(trunk: nn.Module) -> nn.Module:
-    """`trunk` with the batch statistics of all processes in place of those of each."""
-    if isinstance(trunk, TimmTrunk):
-        # torch's conversion would drop the activations that timm has inside its batch norm.
-        from timm.layers import convert_sync_batchnorm
-
-        trunk.network = convert_sync_batchnorm(trunk.network)
-        return trunk
-    convert: Callable[[nn.Module], nn.Module] = nn.SyncBatchNorm.convert_sync_batchnorm
-    return convert(trunk)
 
 
 def layers_of(network: nn.Module) -> list[tuple[str, nn.Module]]:

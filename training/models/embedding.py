@@ -23,9 +23,9 @@ from kinlens.training.models.backbones import (
     channels_of,
     fold_batch_norm,
     normalization_of,
+    stages_of,
 )
 from kinlens.training.models.onnx_trunk import OnnxTrunk
-from kinlens.training.models.stages import stages_of
 from kinlens.training.parts.fields import Options
 from kinlens.training.regularizers.flows import Chain, FlowOutput, build_flow
 
@@ -82,30 +82,6 @@ class Pool(nn.Module):
             return largest.flatten(1) * mean.pow(1 / p)
 
 
-class Head(nn.Module):
-    r"""A linear layer plus a second path with one hidden layer, (B, C) to (B, D):
-
-    .. math:: y = W x + b + V \, \max(U x + c, 0) + d
-
-    V and d start at 0, so initial weights computed for the linear layer (see training.start) are
-    valid for both.
-    """
-
-    def __init__(self, channels: int, dim: int, hidden: int) -> None:
-        super().__init__()
-        self.linear = linear_layer(channels, dim)
-        self.inner = nn.Linear(channels, hidden)
-        nn.init.kaiming_normal_(self.inner.weight)
-        nn.init.zeros_(self.inner.bias)
-        self.outer = nn.Linear(hidden, dim)
-        for parameter in self.outer.parameters():
-            nn.init.zeros_(parameter)
-
-    def forward(self, pooled: Tensor) -> Tensor:
-        y: Tensor = self.linear(pooled) + self.outer(F.relu(self.inner(pooled)))
-        return y
-
-
 def linear_layer(channels: int, dim: int) -> nn.Linear:
     layer = nn.Linear(channels, dim)
     nn.init.kaiming_normal_(layer.weight, mode="fan_out")
@@ -143,24 +119,21 @@ class EmbeddingNet(nn.Module):
         self.trunk = trunk or build_trunk(model.backbone, model.weights)
         self.normalize = normalization_of(model.backbone, self.trunk)
         self.channels = channels = channels_of(model.backbone, self.trunk)
-        prefix, side = 0, 64
+        prefix = 0
         if isinstance(self.trunk, TimmTrunk):
-            prefix, side = self.trunk.prefix, self.trunk.side
+            prefix = self.trunk.prefix
             if model.pooling == "cls" and not self.trunk.class_token:
                 raise JobError(
                     f'model.pooling = "cls" needs a class token, which {model.backbone} does not '
                     'have. Choose "gap", "gmp", "gap+gmp" or "gem".'
                 )
         if model.batch_norm == "folded":
-            fold_batch_norm(self.trunk, side)
+            fold_batch_norm(self.trunk)
         self.pool = Pool(model.pooling, prefix)
         self.dim = model.dim if isinstance(model.dim, int) else channels
         self.projection: nn.Module = nn.Identity()
         if model.dim is not None:
-            if model.hidden is None:
-                self.projection = linear_layer(channels, self.dim)
-            else:
-                self.projection = Head(channels, self.dim, model.hidden)
+            self.projection = linear_layer(channels, self.dim)
         self.flow_input: nn.Module = nn.Identity()
         self.flow: Chain | None = None
         if determinant is not None:

@@ -19,7 +19,6 @@ from kinlens.training.config.settings import ONNX, TIMM, Model, Pooling
 from kinlens.training.models.backbones import (
     BATCH_NORMS,
     State,
-    TimmTrunk,
     fold_batch_norm,
     layers_of,
     read_weights,
@@ -90,8 +89,7 @@ def _require_fit(job: Job, bundle: Bundle, made_by: Job | None) -> None:
         "model.backbone": (bundle.manifest.backbone, job.model.backbone)
     }
     if made_by is not None:
-        for name in ("hidden", "pooling"):
-            pairs[f"model.{name}"] = getattr(made_by.model, name), getattr(job.model, name)
+        pairs["model.pooling"] = made_by.model.pooling, job.model.pooling
         if job.model.dim != "auto":
             pairs["model.dim"] = bundle.manifest.dim, job.model.dim
         there, here = (each.regularizers.with_flow for each in (made_by, job))
@@ -153,7 +151,7 @@ def _folded(net: EmbeddingNet, given: str, job: Job, bundle: Bundle) -> Embeddin
             '"folded".'
         )
     if shall_be and not is_folded:
-        fold_batch_norm(net.trunk, net.trunk.side if isinstance(net.trunk, TimmTrunk) else 64)
+        fold_batch_norm(net.trunk)
     return net
 
 
@@ -173,8 +171,8 @@ def _onnx_tensors(model: Path) -> State:
 def _state(net: EmbeddingNet, tensors: State) -> State:
     """The state dict of `net` from ONNX tensors by name; tensors that the file lacks are zero.
 
-    The exporter folds a batch norm into the convolution before it and calls its shift
-    NAME.weight_bias; the batch norm then only adds this shift.
+    A batch norm is folded into the convolution before it, whose bias, NAME.weight_bias in versions
+    to 0.2, is its shift; the batch norm then only adds this shift.
     """
     own = net.state_dict()
     state = {name: tensors.get(name, torch.zeros_like(value)) for name, value in own.items()}

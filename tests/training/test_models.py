@@ -8,6 +8,7 @@ from torch import nn
 
 import kinlens.training.models.backbones as backbones
 from kinlens.embedder.errors import CheckpointError
+from kinlens.training.bundles.graph import folded
 from kinlens.training.config.settings import Model
 from kinlens.training.models.backbones import BACKBONES, build_trunk, fold_batch_norm
 from kinlens.training.models.embedding import EmbeddingNet, Pool
@@ -108,6 +109,26 @@ def test_folding_batch_norm_changes_nothing_but_the_layers(name: str) -> None:
     assert all(m.weight.requires_grad for m in convolutions)
     if name in BACKBONES:  # those of timm have convolutions without batch norm besides
         assert not any(m.bias.requires_grad for m in convolutions)
+
+
+class NormFirst(nn.Sequential):
+    """A trunk whose batch norm follows no convolution."""
+
+    channels = 8
+
+    def __init__(self) -> None:
+        super().__init__(nn.BatchNorm2d(3), nn.Conv2d(3, 8, 3))
+
+
+def test_an_export_folds_a_copy_and_leaves_a_network_that_cannot_be_folded() -> None:
+    net = EmbeddingNet(Model(weights="none", dim=8)).eval()
+    copied, noise = folded(net, 64), images(2, 64)
+    kinds = [[type(module) for module in one.trunk.modules()] for one in (net, copied)]
+    assert [nn.BatchNorm2d in of for of in kinds] == [True, False]
+    torch.testing.assert_close(copied(noise), net(noise), rtol=0, atol=1e-5)
+    model = Model(backbone="tests.training.test_models:NormFirst", weights="none", dim=8)
+    other = EmbeddingNet(model, trunk=NormFirst()).eval()
+    assert folded(other, 64) is other
 
 
 @pytest.mark.parametrize("exponent", [-2.0, 0.0, 1.0, 3.0, 1e4])

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import kinlens.embedder.engines.choice as choice_module
 import kinlens.embedder.engines.models as models_module
 from kinlens.embedder.bundle import Bundle, write_bundle
 from kinlens.embedder.engines.models import OPENVINO, OnnxRuntimeModel, SessionSettings, absence
@@ -146,7 +147,7 @@ def test_the_next_start_measures_nothing_until_something_changes(
     assert gains.asked == 2
 
     for name, value in (("processor", "another"), ("engine_versions", {"onnxruntime": "9"})):
-        monkeypatch.setattr(models_module, name, lambda value=value: value)
+        monkeypatch.setattr(choice_module, name, lambda value=value: value)
         OnnxEmbedder.open(bundle, AUTO, gains=gains)
     assert gains.asked == 4
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import structlog
 
-from kinlens.service.api import requests
+from kinlens.service.api import fields
 from tests.support.servers import STALLED
 from tests.support.shops import assert_problem, start_shop
 from tests.support.waiting import until
@@ -160,7 +160,7 @@ def test_no_route_parses_a_long_filter_on_the_event_loop(
         return look
 
     for name in ("parse_filter", "filter_from_json"):
-        monkeypatch.setattr(requests, name, watched(getattr(requests, name)))
+        monkeypatch.setattr(fields, name, watched(getattr(fields, name)))
     text = f"price in ({','.join(['1'] * 800)})"
     hidden = json.dumps({"positives": ["a"], "filter": text}).replace("filter", "\\u0066ilter")
     as_json = {"content-type": "application/json"}

@@ -1,7 +1,9 @@
 """A user's own loss, miner, sampler, regularizer, augmentation and backbone, by import path."""
 
+import sys
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -232,6 +234,35 @@ def test_a_tracker_of_another_package_gets_the_figures(
     assert written.stat().st_size
     if package == "mlflow":
         assert float(written.read_text().split()[1]) == pytest.approx(result.figures["R@1"])
+
+
+class Interrupting(Callback):
+    def __init__(self) -> None:
+        self.ends: list[str] = []
+
+    def step_done(self, parts: dict[str, float]) -> None:
+        raise KeyboardInterrupt
+
+    def finished(self, result: Any) -> None:
+        self.ends.append("finished")
+
+    def stopped(self) -> None:
+        self.ends.append("stopped")
+
+
+def test_a_tracked_run_ends_with_its_training_also_if_that_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run of a tracker that stays open would refuse the next one, or take its figures."""
+    job, tracked = small_job(tmp_path / "products", regularized=False), mock.Mock()
+    for name in ("mlflow", "wandb"):
+        monkeypatch.setitem(sys.modules, name, getattr(tracked, name))
+    interrupting = Interrupting()
+    with pytest.raises(KeyboardInterrupt):
+        fit(job, out=tmp_path / "a", callbacks=[MlflowCallback(), WandbCallback(), interrupting])
+    assert interrupting.ends == ["stopped"]
+    tracked.mlflow.end_run.assert_called_once_with("FAILED")
+    tracked.wandb.init.return_value.finish.assert_called_once_with(exit_code=1)
 
 
 class Bare(nn.Module):

@@ -118,7 +118,11 @@ def fit(
         with console_listener(verbose) as listener:
             followers = Callbacks([listener, *callbacks])
             followers.started(wanted)
-            result = run_job(wanted, split, folder, followers)
+            try:
+                result = run_job(wanted, split, folder, followers)
+            except BaseException:
+                followers.stopped()
+                raise
             followers.finished(result)
         return result
 

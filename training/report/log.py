@@ -94,6 +94,9 @@ class Callback:
     def finished(self, result: "Result") -> None:
         """After the test of the model."""
 
+    def stopped(self) -> None:
+        """In place of `finished`, if an error or Ctrl-C ends the training."""
+
 
 def epoch_bar(*more: ProgressColumn) -> Progress:
     """A bar over the steps of all epochs; without ipywidgets a notebook cannot show it."""
@@ -245,6 +248,9 @@ class MlflowCallback(Callback):
         self._write({f"test {name}": value for name, value in result.figures.items()}, None)
         self.mlflow.end_run()
 
+    def stopped(self) -> None:
+        self.mlflow.end_run("FAILED")
+
     def _write(self, row: dict[str, float], step: int | None) -> None:
         self.mlflow.log_metrics({k.replace("@", "_at_"): v for k, v in row.items()}, step=step)
 
@@ -267,6 +273,9 @@ class WandbCallback(Callback):
     def finished(self, result: "Result") -> None:
         self.run.summary.update(result.figures)
         self.run.finish()
+
+    def stopped(self) -> None:
+        self.run.finish(exit_code=1)
 
 
 TRACKERS = {"mlflow": MlflowCallback, "wandb": WandbCallback}

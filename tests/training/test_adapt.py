@@ -149,6 +149,7 @@ def test_the_model_is_a_point_between_start_and_last_epoch(tmp_path: Path, weigh
     first, second = (x for x in report.splitlines() if "| a trained" in x)
     assert first == "| [other](../other/report.md) | a trained network | 99.6 | 98.7 |"
     assert second.startswith("| **run** | a trained head |")
+    assert "in the order of their time. Do not choose one by its test figures" in report
     name, files = "projection.weight", (folder / START, folder, folder / BEST)
     start, last, chosen = (load_checkpoint(file).network()[1].state_dict() for file in files)
     torch.testing.assert_close(chosen[name], 0.75 * start[name] + 0.25 * last[name])

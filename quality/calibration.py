@@ -41,6 +41,11 @@ REBUILT_ITEMS = (
     "Judge them again with kinlens-index guarantee --from-items"
 )
 
+_NO_PRODUCT = (
+    "No attribute names the product of an item. Give items an attribute "
+    f"{' or '.join(f'`{name}`' for name in PRODUCTS)}, or name another one: kinlens-index "
+    "calibrate --product"
+)
 _EVEN = 0.9  # share of products with nearly the average number of images, for a bundle's curve
 
 Source = Literal["golden", "gallery", "bundle"]
@@ -151,11 +156,7 @@ def choose(
     if stored is None:
         return "The gallery is not calibrated yet. Run kinlens-index calibrate"
     if stored.product is None:
-        names = " or ".join(f"`{name}`" for name in PRODUCTS)
-        return (
-            f"No attribute names the product of an item. Give items an attribute {names}, or name "
-            "another one: kinlens-index calibrate --product"
-        )
+        return _NO_PRODUCT
     if not stored.is_labelled:
         return (
             f"{stored.labelled:,} of {stored.items:,} items have the attribute "

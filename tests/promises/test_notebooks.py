@@ -12,6 +12,8 @@ from pathlib import Path
 import nbformat
 import pytest
 
+from tests.training.jobs import TINY_TRUNK
+
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 LOOPBACK = "127.0.0.1"
@@ -54,7 +56,7 @@ SHOWN = {
 """What outputs have, by notebook."""
 PLOTS = {"quickstart": 3, "research": 2}
 SHORTER = {
-    "quickstart": ("SIZE_PX = 24, 6, 64", "SIZE_PX = 24, 6, 32"),
+    "quickstart": ("weights=WEIGHTS,", f"weights=WEIGHTS, backbone='{TINY_TRUNK}',"),
     "research": ("STEPS = (0, 1), 60", "STEPS = (0, 1), 6"),
 }
 

@@ -25,12 +25,13 @@ from harness import count_of, heading, options, ratio, row, timed_ms, verdict
 
 from kinlens.embedder.types import Embeddings
 from kinlens.indexer.bits import empty_bits, put_bits
+from kinlens.indexer.entries import Entry
 from kinlens.indexer.filters.text import parse_filter
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.index.copies import Copies
 from kinlens.indexer.index.plan import IndexSettings
 from kinlens.indexer.ingest.build import import_gallery
-from kinlens.indexer.types import Entry, GalleryExport, Grouping, Ids, SearchOptions
+from kinlens.indexer.types import GalleryExport, Grouping, Ids, SearchOptions
 
 K, ADDED, TARGET = 20, 2000, 3.0
 MANY = 10_000_000

@@ -31,10 +31,11 @@ from harness import columns, count_of, in_turns, made_gallery, options, timed_ms
 from numpy.typing import NDArray
 
 from kinlens.embedder.types import Embeddings
+from kinlens.indexer.entries import Entry
 from kinlens.indexer.filters.text import parse_filter
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.index.plan import IndexSettings
-from kinlens.indexer.types import Entry, SearchOptions
+from kinlens.indexer.types import SearchOptions
 
 K, RECALL, QUERIES, CHANGES = 10, 0.98, 100, 50
 LIMITS = {"no filter": None, "0.1 %": 1, "1 %": 10, "10 %": 100, "50 %": 500}

@@ -57,11 +57,12 @@ from kinlens.embedder.types import Embeddings
 from kinlens.indexer.catalog.vectors import RowIds
 from kinlens.indexer.columns.columns import Columns
 from kinlens.indexer.columns.match import rows_matching
+from kinlens.indexer.entries import Entry
 from kinlens.indexer.filters.text import parse_filter
 from kinlens.indexer.folder.layout import GalleryFolder
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.live.compaction import KEEP_REMOVED_S
-from kinlens.indexer.types import Entry, Grouping, SearchOptions, VectorType
+from kinlens.indexer.types import Grouping, SearchOptions, VectorType
 from kinlens.values import AttributeType, AttributeValue
 
 PARTS = (

@@ -29,9 +29,10 @@ import numpy as np
 from PIL import Image
 
 from kinlens.embedder.types import Embeddings
+from kinlens.indexer.entries import Entry
 from kinlens.indexer.index.plan import IndexSettings
 from kinlens.indexer.ingest.build import import_gallery
-from kinlens.indexer.types import AttributeValue, Entry, GalleryExport, Ids, VectorType
+from kinlens.indexer.types import AttributeValue, GalleryExport, Ids, VectorType
 from kinlens.training.folder import replace_json
 
 BIN = Path(sys.executable).parent

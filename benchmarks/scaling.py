@@ -22,9 +22,10 @@ import numpy as np
 from clustered import clustered_batches, clustered_queries
 from harness import heading, options, row, skip, timed_ms
 
+from kinlens.indexer.entries import Entry
 from kinlens.indexer.exchange.milvus import MilvusStore
 from kinlens.indexer.exchange.milvus_load import import_to_milvus
-from kinlens.indexer.types import Consistency, Entry, GalleryExport
+from kinlens.indexer.types import Consistency, GalleryExport
 
 K, CLIENTS = 20, 4
 LEVELS: tuple[Consistency, ...] = ("Strong", "Bounded")

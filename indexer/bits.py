@@ -65,3 +65,10 @@ def put_bits(bits: Bits, positions: Ids, values: NDArray[np.bool_] | bool) -> No
     flags = np.unpackbits(bits[touched][:, None], axis=1, bitorder="little")
     flags[np.searchsorted(touched, positions >> 3), positions & 7] = values
     bits[touched] = np.packbits(flags, axis=1, bitorder="little")[:, 0]
+
+
+def numbers_in(starts: Ids, sizes: Ids) -> Ids:
+    """The numbers from each of these starts (N,) on, `sizes` (N,) of them, one after the other."""
+    shifts = starts - np.cumsum(sizes) + sizes
+    numbers: Ids = np.repeat(shifts, sizes) + np.arange(int(sizes.sum()))
+    return numbers

@@ -1,14 +1,12 @@
 """Galleries by their folder or address: what is known of them without opening the index."""
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from kinlens.embedder.durable import discard
 from kinlens.embedder.errors import GalleryNotFoundError, GalleryWriteError
 from kinlens.indexer.catalog.database import catalog_view
-from kinlens.indexer.catalog.entries import Retypable as Retypable
-from kinlens.indexer.catalog.entries import check_key, learn_types
 from kinlens.indexer.catalog.vectors import NUMBERS, VECTORS
 from kinlens.indexer.exchange.follow import Follower as Follower
 from kinlens.indexer.exchange.follow import checked_s as checked_s
@@ -26,7 +24,6 @@ from kinlens.indexer.live.backup import restore_backup as restore_backup
 from kinlens.indexer.live.backup import write_backup as write_backup
 from kinlens.indexer.live.compaction import CATALOG
 from kinlens.indexer.live.compaction import KEEP_REMOVED_S as KEEP_REMOVED_S
-from kinlens.values import AttributeType, AttributeValue
 
 
 def stored_contents(folder: Path | str, sha256s: Sequence[str]) -> set[str]:
@@ -99,20 +96,3 @@ def copy_bytes(folder: Path | str) -> int:
     with contextlib.suppress(FileNotFoundError):
         size += (generation / VECTORS / str(name) / NUMBERS).stat().st_size
     return size
-
-
-def check_item(
-    key: str,
-    attributes: Mapping[str, AttributeValue],
-    types: dict[str, AttributeType],
-    retypable: Retypable,
-) -> None:
-    """Check key and attributes of an item before its image is embedded.
-
-    types: the types from `Gallery.schema`; new attributes are added to it.
-    retypable: attributes whose types may change.
-
-    Raises: InvalidParameterError.
-    """
-    check_key(key)
-    learn_types(types, key, attributes, retypable)

@@ -22,7 +22,7 @@ from kinlens.indexer.addresses import ImageAddress as ImageAddress
 from kinlens.indexer.addresses import ImageRoot as ImageRoot
 from kinlens.indexer.addresses import files_at as files_at
 from kinlens.indexer.addresses import image_root_of as image_root_of
-from kinlens.indexer.types import Item
+from kinlens.indexer.entries import Item
 
 ANY_SIZE = ImageLimits(max_bytes=2**30, max_megapixels=178.0, max_side_px=2**20)
 """Limits for images that an embedder has already accepted, under its own limits."""

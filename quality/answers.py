@@ -6,33 +6,29 @@ The service, the commands and the Python library search through this module:
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kinlens.embedder.calibration import CANDIDATES
 from kinlens.embedder.errors import InvalidParameterError
 from kinlens.embedder.types import Embeddings, Hit, ItemId, first_numbers
 from kinlens.embedder.views.text import TextEncoder
+from kinlens.indexer.entries import Entry, Item
 from kinlens.indexer.filters.text import Where
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.live.ranking import check_at_least, check_number
-from kinlens.indexer.types import (
-    SAME_SCORE,
-    Entry,
-    Group,
-    Grouping,
-    Item,
-    SearchOptions,
-    SortBy,
-    best_of_views,
-    combined_query,
-)
-from kinlens.quality.calibration import Calibrated, Shares
+from kinlens.indexer.types import SAME_SCORE, Group, Grouping, SearchOptions, SortBy
+from kinlens.quality.calibration import Calibrated, Shares, identity
 from kinlens.quality.guarantee import RANKED, Guarantee
 from kinlens.values import single
+
+Result = TypeVar("Result", Hit, Group)
+
+_CANCELLED = 1e-3  # norm below which a combination of likes and dislikes has no direction
 
 
 class Searchable(Protocol):
@@ -357,12 +353,12 @@ def guaranteed(
         members = sets.members(ranked, guarantee.by)
         if len(members) > k or _reaches(ranked, deepest, widest):
             members, cut = members[:k], "k"
-    first = [_product(group) for group in best[:1]]
-    is_first = first == [_product(group) for group in members[:1]]  # of the set, and of all hits
+    first = [_identity(group) for group in best[:1]]
+    is_first = first == [_identity(group) for group in members[:1]]  # of the set, and of all hits
     if options.where is not None:
-        matching = [_product(group) for group in search(options.where, deepest)]
+        matching = [_identity(group) for group in search(options.where, deepest)]
         is_first = is_first and matching[:1] == first
-        kept = [group for group in members if _product(group) in matching]
+        kept = [group for group in members if _identity(group) in matching]
         if len(kept) < len(members):
             members, cut = kept, "filter"
     return Guaranteed(
@@ -385,8 +381,64 @@ def _reaches(groups: Sequence[Group], depth: int, widest: float) -> bool:
     return len(groups) >= depth and groups[0].score - groups[-1].score <= widest
 
 
-def _product(group: Group) -> object:
-    """What identifies a product; an item without one is its own product."""
-    if group.value is None:
-        return "item", group.hits[0].id
-    return isinstance(group.value, bool), group.value
+def combined_query(liked: Embeddings, disliked: Embeddings, weights: Sequence[float]) -> Embeddings:
+    """A unit query vector (D,) for items like `liked` (P, D) and unlike `disliked` (N, D).
+
+    Rocchio's rule: the mean of the liked vectors by their `weights` (P,), plus its difference to
+    the mean of the disliked ones. N may be 0. A vector with a negative weight is subtracted.
+
+    Raises: InvalidParameterError if nothing is liked, or if likes and dislikes cancel out.
+    """
+    if not len(liked):
+        raise InvalidParameterError("No liked items. Give at least one key of a liked item.")
+    target = weighted_mean(liked, weights)
+    if len(disliked):
+        target = 2 * target - disliked.mean(axis=0, dtype=np.float64)
+    norm = np.linalg.norm(target)
+    if norm < _CANCELLED:
+        raise InvalidParameterError(
+            f"{len(liked)} liked and {len(disliked)} disliked items cancel out: their "
+            f"combination has length {norm:.1g}. Omit some of them."
+        )
+    combined: Embeddings = (target / norm).astype(np.float32)
+    return combined
+
+
+def weighted_mean(vectors: Embeddings, weights: Sequence[float]) -> NDArray[np.float64]:
+    """The sum (D,) of vectors (P, D) times their weights, by the sum of the absolute weights."""
+    factors = np.array(weights, np.float64)
+    mean: NDArray[np.float64] = factors @ vectors.astype(np.float64)
+    return mean / max(float(np.abs(factors).sum()), np.finfo(np.float64).tiny)
+
+
+def best_of_views(
+    search: Callable[[int, SearchOptions], Sequence[Sequence[Result]]],
+    k: int,
+    options: SearchOptions,
+) -> list[tuple[Result, int]]:
+    """One page of results over several views of a query, best first, ties by id. A result that
+    several views find appears once, with its best score and the number of that view.
+
+    `search(depth, options)` returns the `depth` best results of each view. The page is exact: the
+    best `depth` of all are among the best `depth` of each view.
+    """
+    depth = options.offset + k
+    best: dict[object, tuple[Result, int]] = {}
+    for view, results in enumerate(search(depth, replace(options, offset=0))):
+        for result in results:
+            known = best.get(_identity(result))
+            if known is None or result.score > known[0].score:
+                best[_identity(result)] = result, view
+    ranked = sorted(best.values(), key=lambda each: (-each[0].score, _first_id(each[0])))
+    return ranked[options.offset : depth]
+
+
+def _first_id(result: Hit | Group) -> ItemId:
+    return result.id if isinstance(result, Hit) else result.hits[0].id
+
+
+def _identity(result: Hit | Group) -> object:
+    """What identifies an item or a product; an item without a product is its own."""
+    if isinstance(result, Hit):
+        return result.id
+    return ("item", _first_id(result)) if result.value is None else identity(result.value)

@@ -21,7 +21,7 @@ from kinlens.indexer.ingest.products import PRODUCTS
 from kinlens.indexer.types import Group
 from kinlens.quality.guarantee import Guarantee
 from kinlens.reports import Report
-from kinlens.values import Scalar, single, values_in
+from kinlens.values import AttributeValue, single, values_in
 
 LABELLED = 0.95
 """Minimum share of items that name their product. An unlabelled image would count as a wrong
@@ -244,6 +244,6 @@ def product_of(hit: Hit, name: str) -> object:
     return ("item", hit.id) if value is None else identity(value)
 
 
-def identity(value: Scalar) -> object:
+def identity(value: AttributeValue | None) -> object:
     """The value, distinguished from equal ones of another type: 1 and true are two values."""
     return isinstance(value, bool), value

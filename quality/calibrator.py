@@ -20,11 +20,12 @@ from kinlens.embedder.errors import (
     InvalidParameterError,
 )
 from kinlens.embedder.types import ItemId
+from kinlens.indexer.entries import Item
 from kinlens.indexer.folder.layout import GalleryFolder, disk_errors_explained
 from kinlens.indexer.folder.manifest import CALIBRATION
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.ingest.products import PRODUCTS
-from kinlens.indexer.types import Item, Progress
+from kinlens.indexer.types import Progress
 from kinlens.quality.calibration import (
     LABELLED,
     NO_GOLDEN,

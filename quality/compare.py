@@ -12,6 +12,7 @@ from kinlens.embedder.errors import ItemNotFoundError
 from kinlens.embedder.types import SHORT, Hit
 from kinlens.golden import Interval, wilson
 from kinlens.indexer.gallery import Gallery
+from kinlens.quality.calibration import identity
 from kinlens.quality.intervals import over_classes
 from kinlens.reports import Report
 from kinlens.values import AttributeValue, Scalar
@@ -100,19 +101,19 @@ def compare(
     keys = [*classes]
     known = {value for value in classes.values() if isinstance(value, Scalar)}
     _, counts = old.product_counts(class_attribute, [*known])
-    sizes = {_typed(value): count for value, count in counts.items()}
+    sizes = {identity(value): count for value, count in counts.items()}
     answers, times = zip(*(_answers(gallery, keys, k) for gallery in (old, new)), strict=True)
     judged = [
         key
         for key in keys
-        if sizes.get(_typed(classes[key]), 0) > 1 and all(key in found for found in answers)
+        if sizes.get(identity(classes[key]), 0) > 1 and all(key in found for found in answers)
     ]
     right = [
         [_right(found[key], class_attribute, classes[key]) for key in judged] for found in answers
     ]
     sides = [_side(*side) for side in zip((old, new), right, times, strict=True)]
     change = [any(now[:1]) - any(before[:1]) for before, now in zip(*right, strict=True)]
-    names = [_typed(classes[key]) for key in judged]
+    names = [identity(classes[key]) for key in judged]
     return Comparison(
         class_attribute=class_attribute,
         k=k,
@@ -162,7 +163,7 @@ def _answers(
 
 
 def _right(hits: Sequence[Hit], name: str, wanted: AttributeValue | None) -> list[bool]:
-    return [_typed(hit.attributes.get(name)) == _typed(wanted) for hit in hits]
+    return [identity(hit.attributes.get(name)) == identity(wanted) for hit in hits]
 
 
 def _side(gallery: Gallery, right: Sequence[list[bool]], times: Sequence[float]) -> Side:
@@ -190,8 +191,3 @@ def _overlap(old: dict[str, list[Hit]], new: dict[str, list[Hit]]) -> float | No
 
 def _figure(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
-
-
-def _typed(value: AttributeValue | None) -> tuple[bool, AttributeValue | None]:
-    """The value with a flag that distinguishes True from 1."""
-    return isinstance(value, bool), value

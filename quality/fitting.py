@@ -9,9 +9,10 @@ from numpy.typing import NDArray
 from kinlens.embedder.calibration import CANDIDATES, MIN_SEARCHES, NEAREST, Searches, fit_curve
 from kinlens.embedder.errors import CalibrationError
 from kinlens.embedder.types import Embeddings, Hit, ItemId
+from kinlens.indexer.entries import Item
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.ingest.products import product_attribute
-from kinlens.indexer.types import Item, Progress
+from kinlens.indexer.types import Progress
 from kinlens.quality.calibration import Fit, GalleryCalibration, identity, product_of
 from kinlens.quality.guarantee import Labelled
 from kinlens.values import Scalar, single

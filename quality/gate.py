@@ -15,8 +15,8 @@ from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.errors import BundleError
 from kinlens.embedder.seen import Seen
 from kinlens.golden import Interval
+from kinlens.indexer.entries import Item
 from kinlens.indexer.gallery import Gallery
-from kinlens.indexer.types import Item
 from kinlens.quality.compare import Comparison, compare
 from kinlens.values import Scalar, single
 

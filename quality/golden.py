@@ -25,10 +25,10 @@ from kinlens.embedder.errors import (
 )
 from kinlens.embedder.types import SHORT
 from kinlens.golden import Crop, GoldenQuery, GoldenRun, Label, Words
-from kinlens.indexer.attributes import is_printable
+from kinlens.indexer.entries import is_printable
 from kinlens.indexer.filters.tree import Equals
 from kinlens.indexer.folder.layout import GOLDEN
-from kinlens.indexer.types import VectorStore
+from kinlens.indexer.store import VectorStore
 from kinlens.quality.guarantee import Choices
 
 MAX_QUERIES = 1_000

@@ -32,7 +32,8 @@ from pydantic import BaseModel
 
 from kinlens.embedder.errors import InvalidParameterError
 from kinlens.embedder.types import Hit, ItemId
-from kinlens.indexer.types import SAME_SCORE, Group, Grouping, Item, SearchOptions
+from kinlens.indexer.entries import Item
+from kinlens.indexer.types import SAME_SCORE, Group, Grouping, SearchOptions
 from kinlens.quality.intervals import tail, upper_bound
 from kinlens.values import Scalar, single
 

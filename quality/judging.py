@@ -28,13 +28,9 @@ from kinlens.embedder.sources.names import composed
 from kinlens.embedder.types import Hit, first_numbers
 from kinlens.golden import GoldenOutcome, GoldenQuery, GoldenRun, Interval, Label, wilson
 from kinlens.indexer.filters.tree import Equals
-from kinlens.indexer.types import (
-    SAME_SCORE,
-    Progress,
-    SearchOptions,
-    VectorStore,
-    best_of_views,
-)
+from kinlens.indexer.store import VectorStore
+from kinlens.indexer.types import SAME_SCORE, Progress, SearchOptions
+from kinlens.quality.answers import best_of_views
 from kinlens.quality.golden import MAX_RIGHT, GoldenSet, right_items
 from kinlens.quality.guarantee import Labelled
 from kinlens.quality.intervals import over_classes

@@ -46,6 +46,8 @@ FACADE = (
     "kinlens.indexer.gallery",
     "kinlens.indexer.galleries",
     "kinlens.indexer.types",
+    "kinlens.indexer.entries",
+    "kinlens.indexer.store",
     "kinlens.indexer.images",
     "kinlens.indexer.uploads",
     "kinlens.indexer.filters.",

@@ -20,9 +20,10 @@ from kinlens.embedder.bundle import Bundle
 from kinlens.embedder.session import OnnxEmbedder
 from kinlens.indexer.catalog.schema import seal
 from kinlens.indexer.checks.verify import check_files
+from kinlens.indexer.entries import Entry
 from kinlens.indexer.filters.tree import Equals
 from kinlens.indexer.gallery import Gallery
-from kinlens.indexer.types import Entry, SearchOptions
+from kinlens.indexer.types import SearchOptions
 from kinlens.service.settings import Settings
 from tests.support.seams import Segment
 from tests.support.servers import create_app

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 from kinlens.embedder.fake import FakeEmbedder
+from kinlens.indexer.entries import Entry
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.ingest.build import build_gallery
 from kinlens.indexer.ingest.sources import folder_source
 from kinlens.indexer.live.backup import restore_backup, write_backup
-from kinlens.indexer.types import Entry
 from kinlens.quality.calibrator import Calibrator
 from tests.support.shops import start_shop
 from tests.tiny import encoded, photo

@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 from kinlens.embedder.errors import GalleryCorruptError
 from kinlens.embedder.sources.names import by_key, spellings
 from kinlens.embedder.types import Embeddings, ItemId
-from kinlens.indexer.attributes import Schema, is_printable
-from kinlens.indexer.catalog.entries import MAX_KEY, is_key
 from kinlens.indexer.catalog.schema import (
     NAMES,
     State,
@@ -25,8 +23,9 @@ from kinlens.indexer.catalog.schema import (
     read_state,
     row_checksum,
 )
-from kinlens.indexer.catalog.vectors import VectorFile
-from kinlens.indexer.types import IMAGELESS, NO_IMAGE, RESTORE, Ids, Item, find_sorted
+from kinlens.indexer.catalog.vectors import VectorFile, find_sorted
+from kinlens.indexer.entries import IMAGELESS, MAX_KEY, NO_IMAGE, Item, Schema, is_key, is_printable
+from kinlens.indexer.types import RESTORE, Ids
 from kinlens.values import AttributeValue, plain_attributes
 
 # Always reads complete rows with their crc: values from a covering index would not be verified.

@@ -17,9 +17,9 @@ from kinlens.embedder.errors import GalleryCorruptError
 from kinlens.embedder.types import ItemId
 from kinlens.indexer.catalog.read import CatalogView
 from kinlens.indexer.catalog.schema import NAMES
-from kinlens.indexer.catalog.vectors import VectorFile
+from kinlens.indexer.catalog.vectors import VectorFile, find_sorted
 from kinlens.indexer.catalog.write import CatalogWriter
-from kinlens.indexer.types import RESTORE, Ids, Progress, find_sorted
+from kinlens.indexer.types import RESTORE, Ids, Progress
 
 NameRows = tuple[tuple[int, str, str, int], ...]
 """The rows of `names`."""

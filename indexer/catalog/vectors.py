@@ -17,17 +17,18 @@ import shutil
 import threading
 import weakref
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.lib import format as npy
+from numpy.typing import NDArray
 
 from kinlens.embedder.durable import lock_folder, sync
 from kinlens.embedder.errors import GalleryCorruptError
 from kinlens.embedder.types import Embeddings
-from kinlens.indexer.types import RESTORE, Ids, Progress, StoredRows, VectorType, find_sorted
+from kinlens.indexer.types import RESTORE, Ids, Progress, StoredRows, VectorType
 
 VECTORS = "vectors"
 """The folder of a generation that contains the files of vectors."""
@@ -36,6 +37,9 @@ ROWS: dict[VectorType, str] = {"fp32": "rows.f32", "fp16": "rows.f16"}
 """The name of the file of rows, by vector type."""
 
 NUMBERS = "numbers.npy"
+SAME_VECTOR: Mapping[VectorType, float] = {"fp32": 1e-5, "fp16": 2.0**-11}
+"""Vectors are equal if no component differs by more: two calls of a model differ by rounding."""
+
 _COPY_ROWS = 4096  # rows copied at a time
 _NO_IDS: Ids = np.empty(0, np.int64)
 _DTYPES = {"fp32": np.float32, "fp16": np.float16}
@@ -263,3 +267,19 @@ def _read_ids(path: Path) -> tuple[RowIds, int]:
     if len(base) == last:  # no gaps, so rows can be computed without a lookup
         return RowIds(_NO_IDS, 0), last
     return RowIds(base, last), last
+
+
+def are_equal(
+    some: Embeddings, others: Embeddings, vector_type: VectorType = "fp16"
+) -> NDArray[np.bool_]:
+    """Whether each vector (N, D) equals the one of `others` (N, D) in its row, up to rounding."""
+    equal: NDArray[np.bool_] = (np.abs(some - others) <= SAME_VECTOR[vector_type]).all(axis=-1)
+    return equal
+
+
+def find_sorted(ids: Ids, known: Ids) -> Ids:
+    """The position of each id in the ascending array `known`; -1 for ids that are not in it."""
+    if not len(known):
+        return np.full(ids.shape, -1, np.int64)
+    positions = np.minimum(np.searchsorted(known, ids), len(known) - 1)
+    return np.where(known[positions] == ids, positions, -1)

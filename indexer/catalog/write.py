@@ -10,15 +10,6 @@ import numpy as np
 
 from kinlens.embedder.errors import InvalidParameterError, ItemNotFoundError
 from kinlens.embedder.types import Embeddings, ItemId
-from kinlens.indexer.attributes import as_stored
-from kinlens.indexer.catalog.entries import (
-    Retypable,
-    are_equal,
-    as_entries,
-    checked_vectors,
-    learn_types,
-    with_stored,
-)
 from kinlens.indexer.catalog.read import CatalogView
 from kinlens.indexer.catalog.schema import (
     NAMES,
@@ -27,9 +18,20 @@ from kinlens.indexer.catalog.schema import (
     row_checksum,
     vector_checksum,
 )
-from kinlens.indexer.catalog.vectors import VectorFile
+from kinlens.indexer.catalog.vectors import VectorFile, are_equal
+from kinlens.indexer.entries import (
+    AttributeTypes,
+    Entry,
+    Item,
+    Written,
+    as_entries,
+    as_stored,
+    checked_vectors,
+    has_image,
+    with_stored,
+)
 from kinlens.indexer.filters.tree import Filter
-from kinlens.indexer.types import Entry, Ids, Item, Written, has_image, no_key
+from kinlens.indexer.types import Ids, no_key
 from kinlens.values import AttributeType, AttributeValue
 
 Attributes = Mapping[str, AttributeValue]
@@ -68,7 +70,7 @@ DELETE FROM names WHERE name NOT IN (
 class CatalogWriter(CatalogView):
     """A view that also writes; all changes have the same `seq`. Let exceptions end the block."""
 
-    __slots__ = ("_seq", "_types", "before_insert", "has_written", "is_used")
+    __slots__ = ("_seq", "_types", "before_insert", "has_written", "is_used", "within")
 
     file: VectorFile
     _state: State
@@ -82,26 +84,28 @@ class CatalogWriter(CatalogView):
         """Whether an item of the state before this write has the attribute."""
         self.before_insert: Callable[[CatalogView, int], None] = lambda *_: None
         """Called with this view and its number of rows of vectors before a write appends some."""
+        self.within: Filter | None = None
+        """Only items that match can be changed, and every item must match after its change."""
         self._seq: int | None = None
         self._types: dict[str, AttributeType] = {**self.schema()}
 
-    def add(
-        self,
-        entries: Sequence[Entry],
-        owned: frozenset[str] | None = None,
-        within: Filter | None = None,
-    ) -> Written:
+    def matching(self, items: Mapping[Any, Item]) -> list[Item]:
+        """The items, each once, that match `within`: two keys may be spellings of one."""
+        different = {item.id: item for item in items.values()}.values()
+        return [item for item in different if self._fits(item.attributes)]
+
+    def add(self, entries: Sequence[Entry], owned: frozenset[str] | None = None) -> Written:
         """As `GalleryWriter.add`."""
         vectors = checked_vectors(entries, self.dim)
         known = self.by_key([entry.key for entry in entries])
         for item in known.values():
-            if within is not None and not within.matches(item.attributes):
+            if not self._fits(item.attributes):
                 raise InvalidParameterError(
                     f"The key {item.key!r:.200} cannot be used here. Choose another one."
                 )
         entries = with_stored(entries, known, owned)
         for entry in entries:
-            _check_within(entry.key, entry.attributes, within)
+            self._check_within(entry.key, entry.attributes)
         types = self._types_with({entry.key: entry.attributes for entry in entries})
         same = self._equal(entries, vectors, known)
         new = [n for n in range(len(entries)) if n not in same]
@@ -126,13 +130,12 @@ class CatalogWriter(CatalogView):
             unchanged=len(entries) - len(new) - len(updated),
         )
 
-    def update(self, changes: Changes, within: Filter | None = None) -> int:
+    def update(self, changes: Changes) -> int:
         """As `GalleryWriter.update`."""
         # An empty list removes an attribute, as None does.
         changes = {key: {**dict.fromkeys(own), **as_stored(own)} for key, own in changes.items()}
-        items = self.by_key([*changes])
-        if within is not None:
-            items = {k: item for k, item in items.items() if within.matches(item.attributes)}
+        known = self.by_key([*changes])
+        items = {key: item for key, item in known.items() if self._fits(item.attributes)}
         missing = [key for key in changes if key not in items]
         if missing:
             raise ItemNotFoundError(no_key(missing[0]))
@@ -147,7 +150,7 @@ class CatalogWriter(CatalogView):
             item = items[key]
             merged = {**item.attributes, **change}
             attributes = {name: value for name, value in merged.items() if value is not None}
-            _check_within(key, attributes, within)
+            self._check_within(key, attributes)
             if attributes != item.attributes:
                 self._learn(types)
                 self._set(item, attributes, item.path, item.format)
@@ -161,12 +164,11 @@ class CatalogWriter(CatalogView):
         self._delete(items, at=int(time.time()))
         return len(items)
 
-    def restore(self, keys: Sequence[str], within: Filter | None = None) -> list[Item]:
+    def restore(self, keys: Sequence[str]) -> list[Item]:
         """As `GalleryWriter.restore`."""
         items, vectors = self.restorable(keys)
-        if within is not None:
-            fit = [n for n, item in enumerate(items) if within.matches(item.attributes)]
-            items, vectors = [items[n] for n in fit], vectors[fit]
+        fit = [n for n, item in enumerate(items) if self._fits(item.attributes)]
+        items, vectors = [items[n] for n in fit], vectors[fit]
         if items:
             entries = as_entries(items, vectors)
             self._learn(self._types_with({entry.key: entry.attributes for entry in entries}))
@@ -294,10 +296,10 @@ class CatalogWriter(CatalogView):
 
         Raises: InvalidParameterError for a value of another type than an item has.
         """
-        types, retypable = dict(self._types), Retypable(self.is_used)
+        types = AttributeTypes(self._types, self.is_used)
         for key, attributes in given.items():
-            learn_types(types, key, attributes, retypable)
-        return types
+            types.check(key, attributes)
+        return types.types
 
     def _learn(self, types: Mapping[str, AttributeType]) -> None:
         """Store new attribute names, and changed types."""
@@ -339,18 +341,18 @@ class CatalogWriter(CatalogView):
         file.sync()
         self._state = self._state._replace(vectors=file.name)
 
+    def _fits(self, attributes: Attributes) -> bool:
+        return self.within is None or self.within.matches(attributes)
+
+    def _check_within(self, key: str, attributes: Attributes) -> None:
+        if not self._fits(attributes):
+            raise InvalidParameterError(
+                f"Item {key!r:.200} with these attributes does not match the filter of your "
+                "access. Give it attributes that match the filter."
+            )
+
     def _many(self, sql: str, rows: Iterable[tuple[Any, ...]]) -> None:
         self.connection.executemany(sql, rows)
-
-
-def _check_within(
-    key: str, attributes: Mapping[str, AttributeValue], within: Filter | None
-) -> None:
-    if within is not None and not within.matches(attributes):
-        raise InvalidParameterError(
-            f"Item {key!r:.200} with these attributes does not match the filter of your access. "
-            "Give it attributes that match the filter."
-        )
 
 
 def _item_row(item_id: ItemId, entry: Entry, seq: int) -> tuple[Any, ...]:

@@ -16,9 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kinlens.embedder.types import ItemId
+from kinlens.indexer.catalog.vectors import find_sorted
+from kinlens.indexer.entries import Item
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.ingest.products import product_attribute
-from kinlens.indexer.types import Ids, Item, Progress, Scores, SearchOptions, find_sorted
+from kinlens.indexer.types import Ids, Progress, Scores, SearchOptions
 
 K = 10
 """Neighbours to search per item. If all of them are near-duplicates, more are searched."""

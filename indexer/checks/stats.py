@@ -7,7 +7,7 @@ from typing import Any
 
 from kinlens.indexer.folder.manifest import read_report
 from kinlens.indexer.gallery import Gallery
-from kinlens.indexer.types import VectorStore
+from kinlens.indexer.store import VectorStore
 from kinlens.values import Scalar, values_in
 
 

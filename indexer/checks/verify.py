@@ -13,9 +13,9 @@ from kinlens.embedder.session import Embedder, fitted
 from kinlens.embedder.types import SHORT, Embeddings
 from kinlens.indexer.addresses import ImageRoot
 from kinlens.indexer.catalog.database import catalog_view
-from kinlens.indexer.catalog.entries import normalised, norms_of
 from kinlens.indexer.catalog.read import CatalogView
 from kinlens.indexer.columns.checkpoint import load_columns
+from kinlens.indexer.entries import Item, normalised, norms_of
 from kinlens.indexer.folder.layout import GalleryFolder
 from kinlens.indexer.folder.manifest import read_manifest
 from kinlens.indexer.gallery import Gallery
@@ -23,7 +23,7 @@ from kinlens.indexer.images import source_bytes
 from kinlens.indexer.live.compaction import CATALOG, with_state
 from kinlens.indexer.live.keeper import open_segment
 from kinlens.indexer.live.ranking import check_search
-from kinlens.indexer.types import REBUILD, SAME_SCORE, Ids, Item, Progress, Scores, SearchOptions
+from kinlens.indexer.types import REBUILD, SAME_SCORE, Ids, Progress, Scores, SearchOptions
 from kinlens.reports import Report
 from kinlens.values import values_in
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from kinlens.embedder.durable import rename, staged, sync
 from kinlens.embedder.errors import GalleryCorruptError
-from kinlens.indexer.bits import Bits, count_of, packed_bits
+from kinlens.indexer.bits import Bits, count_of, numbers_in, packed_bits
 from kinlens.indexer.catalog.vectors import RowIds
 from kinlens.indexer.columns.values import (
     Values,
@@ -33,7 +33,7 @@ from kinlens.indexer.columns.values import (
     places_of,
     to_arrays,
 )
-from kinlens.indexer.types import REBUILD, RESTORE, Ids, numbers_in
+from kinlens.indexer.types import REBUILD, RESTORE, Ids
 from kinlens.values import AttributeType, AttributeValue, Scalar, values_in
 
 COLUMN_BYTES = 40

@@ -35,7 +35,7 @@ from kinlens.embedder.durable import (
 from kinlens.embedder.errors import GalleryCorruptError, GalleryError
 from kinlens.indexer.catalog.database import Catalog
 from kinlens.indexer.catalog.replay import Removed, apply_part, finish, unpacked_ids
-from kinlens.indexer.catalog.vectors import NUMBERS, ROWS, VECTORS, VectorFile
+from kinlens.indexer.catalog.vectors import NUMBERS, ROWS, VECTORS, VectorFile, find_sorted
 from kinlens.indexer.catalog.write import CatalogWriter
 from kinlens.indexer.exchange.objects import ObjectFolder
 from kinlens.indexer.exchange.published import (
@@ -55,7 +55,7 @@ from kinlens.indexer.index.segment import (
     read_segment_manifest,
 )
 from kinlens.indexer.live.compaction import CATALOG, collect
-from kinlens.indexer.types import Ids, find_sorted
+from kinlens.indexer.types import Ids
 
 _LOCK = "LOCK"
 _CHECKED = "CHECKED"  # touched whenever the copy was found or made up to date

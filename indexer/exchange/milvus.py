@@ -8,10 +8,8 @@ import contextlib
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
 from itertools import chain, islice
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,20 +23,22 @@ from kinlens.embedder.errors import (
 from kinlens.embedder.sources.names import by_key
 from kinlens.embedder.types import SHORT, Embeddings, Hit, ItemId
 from kinlens.indexer.addresses import ImageRoot, image_root_of
-from kinlens.indexer.attributes import Schema
-from kinlens.indexer.catalog.entries import (
-    Retypable,
-    are_equal,
+from kinlens.indexer.catalog.vectors import are_equal
+from kinlens.indexer.entries import (
+    NO_IMAGE,
+    AttributeTypes,
+    Entry,
+    Item,
+    Schema,
+    Written,
     checked_keys,
     checked_vectors,
-    learn_types,
     with_stored,
 )
 from kinlens.indexer.exchange.milvus_collection import (
     ENTRY,
     ID_LIMIT,
     ITEM,
-    MAX_HITS,
     Collection,
     Connection,
     MilvusFacts,
@@ -52,45 +52,37 @@ from kinlens.indexer.exchange.milvus_collection import (
     row_of,
 )
 from kinlens.indexer.exchange.milvus_filters import literal
-from kinlens.indexer.exchange.milvus_index import is_exact
+from kinlens.indexer.exchange.milvus_search import (
+    MilvusSearch,
+    check_used,
+    counted_rows,
+    sorted_items,
+    spread_of,
+)
 from kinlens.indexer.filters.text import Where
-from kinlens.indexer.filters.tree import Exists, In, check_attribute, check_boosted
+from kinlens.indexer.filters.tree import Exists, check_attribute
 from kinlens.indexer.folder.manifest import GalleryFacts
-from kinlens.indexer.images import ItemImage, item_image
-from kinlens.indexer.live.attributes import Spread
 from kinlens.indexer.live.facets import checked_names, facet_of, facts_of_spread
 from kinlens.indexer.live.ranking import (
-    Candidate,
-    Fetch,
-    Pool,
-    Reorder,
     best_groups,
     best_hits,
-    check_counting,
-    check_search,
 )
-from kinlens.indexer.live.reader import MAX_SORTED, check_sorted
-from kinlens.indexer.live.rerank import in_order, reorder_of
+from kinlens.indexer.live.reader import check_sorted
+from kinlens.indexer.store import VectorStore
 from kinlens.indexer.types import (
-    NO_IMAGE,
     AttributeFacts,
     Consistency,
-    Entry,
     Facet,
     Group,
     Grouping,
-    Item,
     OnCall,
     Page,
     SearchOptions,
     SortBy,
-    VectorStore,
-    Written,
-    has_image,
     no_item,
     unobserved,
 )
-from kinlens.values import AttributeValue, Scalar, values_in
+from kinlens.values import AttributeValue
 
 _NAME = re.compile(r"(?!.*_[0-9a-f]{12}$)[A-Za-z][A-Za-z0-9_]{0,63}")
 _SAMPLE = 10_000
@@ -227,13 +219,17 @@ class MilvusStore(VectorStore):
     def schema(self) -> Schema:
         return self._now().kinds
 
+    def has_attribute(self, name: str) -> bool:
+        strong = self._now().strong()
+        return strong.count(strong.condition(Exists(name))) > 0
+
     def attribute_facts(self, where: Where | None = None) -> tuple[AttributeFacts, ...]:
         """The values of each attribute, counted in a random sample of about 10,000 items."""
         now = self._now()
         sample = next(now.pages(now.condition(where), ["number", "attributes"], rows=_SAMPLE), [])
         given = [row["attributes"] for row in sample]
         return tuple(
-            facts_of_spread(name, kind, _spread(name, given))
+            facts_of_spread(name, kind, spread_of(name, given))
             for name, kind in sorted(now.kinds.items())
         )
 
@@ -244,7 +240,7 @@ class MilvusStore(VectorStore):
         entries = list(entries)
         now = self._now()
         vectors = checked_vectors(entries, now.facts.dim)
-        now.learn(_checked_types(now, ((entry.key, entry.attributes) for entry in entries)))
+        now.learn(self._checked_types(now, ((entry.key, entry.attributes) for entry in entries)))
         written, size = Written(), now.page_rows
         for start in range(0, len(entries), size):
             page = slice(start, start + size)
@@ -266,7 +262,7 @@ class MilvusStore(VectorStore):
             (key, {name: value for name, value in change.items() if value is not None})
             for key, change in changes.items()
         )
-        kinds = _checked_types(now, given)
+        kinds = self._checked_types(now, given)
         rows = now.strong().known([*changes], ENTRY)
         now.learn(kinds)
         changed = []
@@ -303,12 +299,6 @@ class MilvusStore(VectorStore):
         )
         vectors = np.array([row["vector"] for row in rows], np.float32).reshape(-1, self.dim)
         return [item_of(row) for row in rows], vectors
-
-    def image(self, item_id: ItemId) -> ItemImage:
-        """The image of an item, read from the image root. Raises: ItemNotFoundError,
-        GalleryCorruptError.
-        """
-        return item_image(self.image_root, self.item(item_id))
 
     def stored(self, keys: Sequence[str]) -> dict[str, Item]:
         # Always with consistency "Strong": changes depend on it.
@@ -363,7 +353,7 @@ class MilvusStore(VectorStore):
         condition = both(now.condition(where), _with_prefix(prefix))
         if sort_by is not None:
             check_sorted(offset, limit, after)
-            items = _sorted(now, condition, sort_by)
+            items = sorted_items(now, condition, sort_by)
             return Page(len(items), items[offset : offset + limit], None)
         total, end = now.count(condition), offset + limit
         if offset >= total:
@@ -376,23 +366,19 @@ class MilvusStore(VectorStore):
         self, queries: Embeddings, k: int, options: SearchOptions | None = None
     ) -> list[list[Hit]]:
         options = options or SearchOptions()
-        now = self._now()
-        queries = _checked(now, queries, k, options)
-        fetch, reorder = _fetch(now, queries, options), _reorder(now, k, options)
-        return best_hits(fetch, len(queries), k, options, partial(_vectors, now), reorder)
+        search = MilvusSearch(self._now(), queries, k, options)
+        rows, reorder = len(search.queries), search.reorder()
+        return best_hits(search.fetch, rows, k, options, search.vectors, reorder)
 
     def search_groups(
         self, queries: Embeddings, k: int, grouping: Grouping, options: SearchOptions | None = None
     ) -> list[list[Group]]:
         options = options or SearchOptions()
         now = self._now()
-        queries = _checked(now, queries, k, options)
-        if grouping.by not in now.kinds and now.count():
-            check_attribute(grouping.by, now.kinds, "group by")
-        groups = _Groups(now, queries, grouping.by, options)
-        reorder = _reorder(now, k, options)
-        vectors_of = partial(_vectors, now)
-        return best_groups(groups, len(queries), k, grouping, options, vectors_of, reorder)
+        search = MilvusSearch(now, queries, k, options, grouping.by)
+        check_used(now, grouping.by, "group by")
+        rows, reorder = len(search.queries), search.reorder()
+        return best_groups(search, rows, k, grouping, options, search.vectors, reorder)
 
     def facets(
         self,
@@ -403,16 +389,29 @@ class MilvusStore(VectorStore):
     ) -> dict[str, Facet]:
         options, names = options or SearchOptions(), checked_names(names)
         now = self._now()
-        rows = _counted(now, query, options, _with_prefix(prefix), names)
+        rows = counted_rows(now, query, options, _with_prefix(prefix), names)
         given = [row["attributes"] for row in rows if int(row["number"]) not in options.exclude]
         if not rows and not now.count():
             return {name: Facet() for name in names}
         for name in names:
             check_attribute(name, now.kinds, "count")
-        return {name: facet_of(_spread(name, given), now.kinds[name]) for name in names}
+        return {name: facet_of(spread_of(name, given), now.kinds[name]) for name in names}
 
     def close(self) -> None:
         self._connection.close()
+
+    def _checked_types(
+        self, now: Collection, given: Iterable[tuple[str, Mapping[str, AttributeValue]]]
+    ) -> Schema:
+        """The types of all attributes after items with these keys get these attributes.
+
+        Raises: InvalidParameterError for a list, or a value of another type than an item has.
+        """
+        types = AttributeTypes(now.kinds, self.has_attribute)
+        for key, attributes in given:
+            refuse_lists(key, attributes)
+            types.check(key, attributes)
+        return types.types
 
     def _now(self) -> Collection:
         """The current generation. Raises: BundleMismatchError if it has another bundle."""
@@ -420,91 +419,6 @@ class MilvusStore(VectorStore):
         _check_bundle(now.facts, self.bundle_id)
         self._seen = now
         return now
-
-
-class _Groups:
-    """`kinlens.indexer.live.ranking.GroupSource` of one search.
-
-    Searches inside and outside of groups visit every cluster of the index, so fewer results than
-    requested mean that there are no more.
-    """
-
-    def __init__(
-        self, now: Collection, queries: Embeddings, by: str, options: SearchOptions
-    ) -> None:
-        self._now, self._queries, self._by, self._options = now, queries, by, options
-        self.fetch = _fetch(now, queries, options)
-
-    def outside(self, row: int, values: Sequence[Scalar], n: int) -> Pool:
-        return self._best(row, n, f"not ({self._with(values)})" if values else "")
-
-    def inside(self, row: int, value: Scalar, n: int) -> Pool:
-        return self._best(row, n, self._with([value]))
-
-    def _with(self, values: Sequence[Scalar]) -> str:
-        return self._now.condition(In(self._by, tuple(values)))
-
-    def _best(self, row: int, n: int, group: str) -> Pool:
-        query, options = self._queries[row : row + 1], replace(self._options, exact=True)
-        [best] = _fetch(self._now, query, options, group)([0], n)
-        return best
-
-
-def _fetch(now: Collection, queries: Embeddings, options: SearchOptions, group: str = "") -> Fetch:
-    """A function that fetches candidates, up to the `MAX_HITS` best that match the filter and the
-    condition `group`.
-    """
-    condition = both(now.condition(options.where), group)
-
-    def fetch(rows: Sequence[int], n: int) -> list[Pool]:
-        options.checkpoint()
-        some, wanted = queries[list(rows)], min(n, MAX_HITS)
-        found = now.search(some, wanted, condition, options.effort, options.exact)
-        return [Pool.of([_candidate(row) for row in best], n) for best in found]
-
-    return fetch
-
-
-def _reorder(now: Collection, k: int, options: SearchOptions) -> Reorder | None:
-    """How to reorder the first hits. Fetching their vectors takes another request."""
-
-    def span(name: str) -> None:
-        if now.kinds or now.count():
-            check_boosted(name, now.kinds)  # the server does not report the range
-
-    if options.sort_by is not None and (now.kinds or now.count()):
-        check_attribute(options.sort_by.attribute, now.kinds, "sort by")
-    return reorder_of(options, k, partial(_vectors, now), span)
-
-
-def _vectors(now: Collection, ids: Sequence[ItemId]) -> Embeddings:
-    """The vectors (N, D) of these items, in their order; zero for those removed since."""
-    rows = now.lookup("number", ids, ["number", "vector"])
-    found = {int(row["number"]): row["vector"] for row in rows}
-    zero = [0.0] * now.facts.dim
-    return np.array([found.get(number, zero) for number in ids], np.float32)
-
-
-def _candidate(row: Row) -> Candidate:
-    found, score = row["entity"], float(np.clip(row["distance"], -1, 1))
-    number, attributes = int(found["number"]), dict(found["attributes"])
-    pictured = has_image(found["path"], found["format"])
-    return Candidate(number, found["key"], score, attributes, found["sha256"], pictured)
-
-
-def _checked_types(
-    now: Collection, given: Iterable[tuple[str, Mapping[str, AttributeValue]]]
-) -> Schema:
-    """The types of all attributes after items with these keys get these attributes.
-
-    Raises: InvalidParameterError for a list, or a value of another type than an item has.
-    """
-    strong, kinds = now.strong(), dict(now.kinds)
-    retypable = Retypable(lambda name: strong.count(strong.condition(Exists(name))) > 0)
-    for key, attributes in given:
-        refuse_lists(key, attributes)
-        learn_types(kinds, key, attributes, retypable)
-    return kinds
 
 
 def _upsert_entries(
@@ -555,83 +469,8 @@ def _with_prefix(prefix: str) -> str:
     return f"key >= {literal(prefix)} and key < {literal(prefix + chr(0x10FFFF))}"
 
 
-def _few(now: Collection, condition: str, what: str) -> list[Row]:
-    """The rows that match, by id. Milvus 2.3 neither sorts nor counts values, so they are read.
-
-    Raises: InvalidParameterError for more than `MAX_SORTED` of them.
-    """
-    total = now.count(condition)
-    if total > MAX_SORTED:
-        raise InvalidParameterError(
-            f"{what}: {total:,} items match; on Milvus at most {MAX_SORTED:,} are sorted or "
-            "counted. Narrow them with a filter, or import the gallery into a folder."
-        )
-    return list(chain.from_iterable(now.pages(condition, ITEM, total=total)))
-
-
-def _sorted(now: Collection, condition: str, order: SortBy) -> list[Item]:
-    """All items that match, sorted, ties by id."""
-    if now.kinds or now.count():
-        check_attribute(order.attribute, now.kinds, "sort by")
-    items = list(map(item_of, _few(now, condition, f"sort_by = {order.attribute!r:.160}")))
-    return [items[index] for index in in_order(order, items)]
-
-
-def _counted(
-    now: Collection,
-    query: Embeddings | None,
-    options: SearchOptions,
-    keys: str,
-    names: Sequence[str],
-) -> Sequence[Row]:
-    """The rows whose values are counted."""
-    query = check_counting(options, now.facts.dim, query)
-    condition, what = both(now.condition(options.where), keys), f"facets = {', '.join(names):.160}"
-    least = options.min_score
-    if least is None or query is None:
-        return _few(now, condition, what)
-    query = _checked(now, query, 1, options)
-    found = now.search(query, MAX_SORTED + 1, condition, options.effort, options.exact)
-    near = [row["entity"] for best in found for row in best if row["distance"] >= least]
-    rows = {int(row["number"]): row for row in near}
-    if len(rows) > MAX_SORTED:
-        raise InvalidParameterError(
-            f"{what}: more than {MAX_SORTED:,} items have a score of {least}, which cannot be "
-            "counted on Milvus. Increase min_score, or import the gallery into a folder."
-        )
-    return [*rows.values()]
-
-
-def _spread(name: str, given: Sequence[Mapping[str, AttributeValue]]) -> Spread:
-    """The value counts of an attribute over items with these attributes."""
-    counts = Counter(value for each in given for value in values_in(each.get(name)))
-    values: list[Any] = sorted(counts)
-    missing = sum(name not in each for each in given)
-    return Spread(values, np.array([counts[value] for value in values], np.int64), {}, missing)
-
-
 def _possible(ids: Iterable[ItemId]) -> list[ItemId]:
     return [number for number in ids if 0 <= number < ID_LIMIT]
-
-
-def _checked(now: Collection, queries: Embeddings, k: int, options: SearchOptions) -> Embeddings:
-    queries = check_search(k, options, now.facts.dim, queries)
-    if options.exact and not is_exact(now.facts.kind):
-        raise InvalidParameterError(
-            f"`exact`: the gallery has the index {now.facts.kind} on Milvus, which "
-            "cannot compare with every vector. Omit `exact`, or use a higher `effort`."
-        )
-    if options.near is not None:
-        raise InvalidParameterError(
-            "`near`: near-duplicates cannot be excluded on Milvus. Use distinct = true, which "
-            "excludes equal content, or import the gallery into a folder."
-        )
-    if options.offset + k > MAX_HITS:
-        raise InvalidParameterError(
-            f"`offset` + `k` = {options.offset + k:,}; the limit on Milvus is {MAX_HITS:,}. Reduce "
-            "one of them."
-        )
-    return queries
 
 
 def check_name(name: str) -> None:

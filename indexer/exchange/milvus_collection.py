@@ -28,7 +28,7 @@ from kinlens.embedder.errors import (
 )
 from kinlens.embedder.sources.names import by_key, spellings
 from kinlens.embedder.types import Embeddings, ItemId
-from kinlens.indexer.attributes import Schema
+from kinlens.indexer.entries import Entry, Item, Schema
 from kinlens.indexer.exchange.milvus_filters import expression, one_of
 from kinlens.indexer.exchange.milvus_index import (
     MilvusIndex,
@@ -37,7 +37,7 @@ from kinlens.indexer.exchange.milvus_index import (
     search_parameters,
 )
 from kinlens.indexer.filters.text import Where, as_filter
-from kinlens.indexer.types import Entry, Item, OnCall, no_key, unobserved
+from kinlens.indexer.types import OnCall, no_key, unobserved
 
 MAX_HITS = 16_384
 """The maximum number of hits per query on Milvus."""

@@ -9,8 +9,7 @@ import numpy as np
 
 from kinlens.embedder.errors import RecallError
 from kinlens.embedder.types import Embeddings
-from kinlens.indexer.catalog.entries import checked_vectors
-from kinlens.indexer.types import Entry
+from kinlens.indexer.entries import Entry, checked_vectors
 
 MilvusIndex = Literal["flat", "ivf-flat", "hnsw", "ivf-rabitq", "diskann"]
 """Index types of a collection."""

@@ -19,7 +19,7 @@ from kinlens.embedder.errors import (
     PlanError,
 )
 from kinlens.embedder.types import SHORT
-from kinlens.indexer.catalog.entries import checked_vectors, learn_types
+from kinlens.indexer.entries import AttributeTypes, Entry, checked_vectors
 from kinlens.indexer.exchange.milvus import MilvusStore, check_name, refuse_lists
 from kinlens.indexer.exchange.milvus_collection import (
     ENTRY,
@@ -36,7 +36,7 @@ from kinlens.indexer.exchange.milvus_index import (
     MilvusIndex,
     least_effort,
 )
-from kinlens.indexer.types import Entry, GalleryExport, Ids, Progress
+from kinlens.indexer.types import GalleryExport, Ids, Progress
 from kinlens.values import AttributeType
 
 _EXACT_BELOW = 200_000  # items up to which every vector is compared
@@ -153,14 +153,14 @@ def _load(
 
     Raises: InvalidParameterError for an invalid entry or a repeated key; EngineUnavailableError.
     """
-    types: dict[str, AttributeType] = {}
+    types = AttributeTypes({})
     excluded = frozenset() if held_out is None else held_out.keys
     keys, numbers = [np.empty(0, np.int64)], [np.empty(0, np.int64)]  # by page
     for page in batches(entries, made.page_rows):
         vectors = checked_vectors(page, made.facts.dim)
         for entry in page:
             refuse_lists(entry.key, entry.attributes)
-            learn_types(types, entry.key, entry.attributes)
+            types.check(entry.key, entry.attributes)
         own = [n for n, entry in enumerate(page) if entry.key not in excluded]
         if held_out is not None:
             held_out.see(vectors[own])
@@ -172,7 +172,7 @@ def _load(
         on_progress(len(page))
     if len(_repeated(keys)):
         raise InvalidParameterError("A key occurs twice. Give each item its own key.")
-    return sum(map(len, keys)), types, _repeated(numbers)
+    return sum(map(len, keys)), types.types, _repeated(numbers)
 
 
 def _separate(made: Collection, numbers: Ids) -> None:

@@ -23,7 +23,9 @@ from kinlens.embedder.errors import (
     SourceError,
     disk_errors_as,
 )
-from kinlens.indexer.types import Entry, Progress, VectorStore
+from kinlens.indexer.entries import Entry
+from kinlens.indexer.store import VectorStore
+from kinlens.indexer.types import Progress
 from kinlens.values import AttributeValue
 
 VECTOR = "vector"

@@ -43,6 +43,7 @@ from kinlens.indexer.catalog.database import catalog_view
 from kinlens.indexer.catalog.read import CatalogView
 from kinlens.indexer.catalog.replay import name_rows, packed_ids, part_of, tombstones, unpacked_ids
 from kinlens.indexer.catalog.vectors import NUMBERS, VectorFile
+from kinlens.indexer.entries import Item
 from kinlens.indexer.exchange.objects import Content, ObjectFolder, store_errors_explained
 from kinlens.indexer.exchange.published import (
     FILES,
@@ -60,7 +61,7 @@ from kinlens.indexer.folder.manifest import read_manifest
 from kinlens.indexer.images import source_bytes
 from kinlens.indexer.index.segment import SEGMENT_MANIFEST, read_segment_manifest
 from kinlens.indexer.live.compaction import CATALOG, with_state
-from kinlens.indexer.types import Ids, Item, Progress
+from kinlens.indexer.types import Ids, Progress
 from kinlens.reports import Report
 
 _PART_BYTES = 2**20  # an erased item costs the upload of such a part

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from kinlens.embedder.errors import FilterError
 from kinlens.embedder.sources.names import composed
-from kinlens.indexer.attributes import Schema, check_name, checked_type, type_of
+from kinlens.indexer.entries import Schema, check_name, checked_type, type_of
 from kinlens.values import AttributeType, AttributeValue, Scalar
 
 T = TypeVar("T")

@@ -10,8 +10,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from kinlens.indexer.bits import Bits, has_bits, packed_bits, put_bits
-from kinlens.indexer.types import Ids, StoredRows, find_sorted, numbers_in
+from kinlens.indexer.bits import Bits, has_bits, numbers_in, packed_bits, put_bits
+from kinlens.indexer.catalog.vectors import find_sorted
+from kinlens.indexer.types import Ids, StoredRows
 
 _BLOCK = 65_536  # vectors that are read at a time
 _FEW = 500  # up to one content with copies in this number of rows, single bits are set

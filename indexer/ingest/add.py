@@ -13,7 +13,7 @@ from kinlens.embedder.errors import BundleMismatchError, InvalidParameterError, 
 from kinlens.embedder.session import Embedder, fitted
 from kinlens.embedder.types import SHORT
 from kinlens.indexer.addresses import is_same_root
-from kinlens.indexer.catalog.entries import Retypable, merged
+from kinlens.indexer.entries import Item, Written, merged
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.ingest.embed import (
     Batch,
@@ -27,7 +27,8 @@ from kinlens.indexer.ingest.embed import (
     refuse_unreadable,
 )
 from kinlens.indexer.ingest.sources import Record, Source, check_attributes
-from kinlens.indexer.types import Item, Progress, VectorStore, Written
+from kinlens.indexer.store import VectorStore
+from kinlens.indexer.types import Progress
 from kinlens.reports import Report
 
 KEPT = "The gallery keeps its existing item with this key."
@@ -94,7 +95,7 @@ def add_source(
     """
     embedder = fitting(gallery, embedder)
     check_root(gallery, source)
-    check_attributes(source, gallery.schema(), Retypable.of(gallery))
+    check_attributes(source, gallery)
     work = Ingest(gallery, source, embedder, source.names)
     work.run(settings or EmbedSettings(), on_progress)
     refuse_unreadable(source.description, work.found, work.failures)

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import cast
 
 from kinlens.embedder.errors import InvalidParameterError
-from kinlens.indexer.attributes import DATE, Schema, parse_value
+from kinlens.indexer.entries import DATE, Schema, parse_value
 from kinlens.indexer.ingest.tables import Typed, split_kind
 from kinlens.values import AttributeValue, Scalar
 

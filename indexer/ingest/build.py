@@ -26,8 +26,7 @@ from kinlens.embedder.errors import (
     InvalidParameterError,
 )
 from kinlens.embedder.session import Embedder
-from kinlens.indexer.attributes import Schema
-from kinlens.indexer.catalog.entries import as_entries, learn_types
+from kinlens.indexer.entries import AttributeTypes, Entry, Schema, as_entries
 from kinlens.indexer.folder.layout import BEGAN, GalleryFolder, disk_errors_explained
 from kinlens.indexer.folder.manifest import (
     REPORT,
@@ -42,7 +41,7 @@ from kinlens.indexer.ingest.add import Ingest, IngestReport, UnlistedItems
 from kinlens.indexer.ingest.embed import EmbedSettings, refuse_unreadable
 from kinlens.indexer.ingest.rebuild import LaterWrites, begun, numbered, numbers_of
 from kinlens.indexer.ingest.sources import Source, check_attributes
-from kinlens.indexer.types import Entry, GalleryExport, Ids, Progress, VectorType, checked_name
+from kinlens.indexer.types import GalleryExport, Ids, Progress, VectorType, checked_name
 from kinlens.values import AttributeValue
 
 _CHUNK = 4096
@@ -124,7 +123,7 @@ def build_gallery(
     embedder = embedder.first(settings.dims or embedder.dim)
     folder = GalleryFolder(out)
     name = checked_name(settings.name or name_of(folder.path))
-    check_attributes(source, {})
+    check_attributes(source)
     plan = plan_index(source.count, embedder.dim, settings.index, settings.vector_type)
     manifest = GalleryManifest(
         name=name,
@@ -138,7 +137,7 @@ def build_gallery(
     )
     with folder.building(), _draft(folder, manifest, "build") as draft:
         try:
-            check_attributes(source, draft.gallery.schema())
+            check_attributes(source, draft.gallery)
         except InvalidParameterError:
             _forget_attributes(draft.gallery)
         with disk_errors_explained(folder.path, _KEPT):
@@ -344,7 +343,7 @@ def _fitting(
     fitting = {}
     for name, value in attributes.items():
         try:
-            learn_types(dict(kinds), key, {name: value})
+            AttributeTypes(kinds).check(key, {name: value})
             fitting[name] = value
         except InvalidParameterError as error:
             _log.warning("An attribute of an item that was written during a build: %s", error)

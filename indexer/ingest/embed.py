@@ -23,9 +23,9 @@ from kinlens.embedder.errors import (
 from kinlens.embedder.machine import core_count
 from kinlens.embedder.preprocess import ImageLimits, read_header
 from kinlens.embedder.session import Embedder
+from kinlens.indexer.entries import Entry
 from kinlens.indexer.images import ANY_SIZE
 from kinlens.indexer.ingest.sources import Record, Source, check_names
-from kinlens.indexer.types import Entry
 
 Known = Callable[[Sequence[str]], Collection[str]]
 """Returns the contents, by sha256, that already have a vector. Called from several threads."""

@@ -17,7 +17,7 @@ from numpy.lib.npyio import NpzFile
 from numpy.typing import NDArray
 
 from kinlens.embedder.errors import SourceError
-from kinlens.indexer.catalog.entries import ROUNDING, norms_of
+from kinlens.indexer.entries import ROUNDING, Entry, norms_of
 from kinlens.indexer.exchange.parquet import (
     ATTRIBUTE,
     METADATA,
@@ -28,7 +28,7 @@ from kinlens.indexer.exchange.parquet import (
     load_pyarrow,
 )
 from kinlens.indexer.ingest.tables import read_keys, read_table
-from kinlens.indexer.types import Entry, GalleryExport
+from kinlens.indexer.types import GalleryExport
 from kinlens.values import AttributeValue
 
 _KEYS = ("key", "id", "item_id", "product_id", "sku", "path", "file", "filename", "name")

@@ -34,6 +34,7 @@ from kinlens.indexer.addresses import (
     files_at,
     image_root_of,
 )
+from kinlens.indexer.entries import Entry
 from kinlens.indexer.images import read_image
 from kinlens.indexer.ingest.embed import (
     EmbedSettings,
@@ -53,7 +54,6 @@ from kinlens.indexer.ingest.sources import (
     existing_folder,
     source_at,
 )
-from kinlens.indexer.types import Entry
 
 SHARD_SIZE = 2048
 """Images per shard. A killed part loses at most one shard, 1 to 2 minutes of one core."""
@@ -146,7 +146,7 @@ def begun_shards(
     )
     if not shards.has_begun:
         listed = source.listed()
-        check_attributes(listed, {})
+        check_attributes(listed)
         found = {"omitted": tuple(listed.omitted.lines()), "faults": faults_of(listed)}
         shards.begin(requested.model_copy(update=found), listed.records())
     manifest = shards.manifest

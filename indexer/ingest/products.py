@@ -8,9 +8,9 @@ from kinlens.embedder.errors import ItemNotFoundError
 from kinlens.embedder.sources.names import composed
 from kinlens.embedder.sources.tables import PRODUCT
 from kinlens.embedder.types import ItemId
-from kinlens.indexer.attributes import Schema, parse_value
+from kinlens.indexer.entries import Item, Schema, parse_value
 from kinlens.indexer.filters.tree import Filter, In
-from kinlens.indexer.types import Item, Page
+from kinlens.indexer.types import Page
 from kinlens.values import AttributeValue, Scalar, single, values_in
 
 PRODUCTS = (PRODUCT, "class")

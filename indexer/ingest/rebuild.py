@@ -21,6 +21,8 @@ from kinlens.embedder.errors import (
 from kinlens.embedder.session import Embedder
 from kinlens.embedder.sources.names import composed
 from kinlens.indexer.catalog.database import Catalog
+from kinlens.indexer.catalog.vectors import find_sorted
+from kinlens.indexer.entries import Item
 from kinlens.indexer.folder.layout import GalleryFolder, disk_errors_explained
 from kinlens.indexer.folder.manifest import GalleryManifest, read_manifest, write_manifest
 from kinlens.indexer.gallery import Gallery
@@ -29,7 +31,7 @@ from kinlens.indexer.ingest.embed import EmbedSettings, Failure
 from kinlens.indexer.ingest.sources import Record, Source
 from kinlens.indexer.live.backup import write_backup
 from kinlens.indexer.live.compaction import CATALOG, compaction_lock
-from kinlens.indexer.types import Ids, Item, Progress, find_sorted
+from kinlens.indexer.types import Ids, Progress
 
 OnCopy = Callable[[Path], None]
 """Changes or checks the copy of a gallery, in this folder, before it replaces another gallery."""

@@ -22,12 +22,13 @@ from pydantic import BaseModel, Field, ValidationError
 
 from kinlens.embedder.errors import SourceError
 from kinlens.embedder.programs.faults import file_fault
+from kinlens.indexer.entries import Entry
 from kinlens.indexer.exchange.objects import ObjectFolder
 from kinlens.indexer.exchange.parquet import write_entries
 from kinlens.indexer.ingest.embed import Failure
 from kinlens.indexer.ingest.foreign import read_export
 from kinlens.indexer.ingest.sources import Record
-from kinlens.indexer.types import Entry, GalleryExport
+from kinlens.indexer.types import GalleryExport
 
 MANIFEST = "manifest.json"
 _PARTS = "parts"

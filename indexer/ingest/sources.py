@@ -23,10 +23,10 @@ from kinlens.embedder.sources.walk import (
     walk_images,
 )
 from kinlens.indexer.addresses import FileState, ImageAddress, ImageRoot, image_root_of
-from kinlens.indexer.attributes import Schema, is_printable
-from kinlens.indexer.catalog.entries import MAX_KEY, Retypable, is_key, learn_types
+from kinlens.indexer.entries import MAX_KEY, AttributeTypes, Schema, is_key, is_printable
 from kinlens.indexer.images import read_image, state_of
 from kinlens.indexer.ingest.tables import Row, read_rows, read_table
+from kinlens.indexer.store import VectorStore
 from kinlens.values import AttributeValue
 
 NO_KINDS: Schema = {}
@@ -194,16 +194,16 @@ def folder_records(root: Path, below: str, omitted: Omitted) -> Iterator[Record]
         raise SourceError(read_failed(error)) from error
 
 
-def check_attributes(source: Source, schema: Schema, retypable: Retypable | None = None) -> None:
-    """Check, before any work, that all attributes can be stored and match the types in `schema`.
-
-    retypable: attributes whose types may change.
+def check_attributes(source: Source, store: VectorStore | None = None) -> None:
+    """Check, before any work, that all attributes can be stored and match the types in a gallery.
 
     Raises: InvalidParameterError naming attribute, value and key.
     """
-    kinds = dict(schema)
+    types = AttributeTypes({})
+    if store is not None:
+        types = AttributeTypes(store.schema(), store.has_attribute)
     for record in source.records():
-        learn_types(kinds, record.key, record.attributes, retypable)
+        types.check(record.key, record.attributes)
 
 
 def check_names(record: Record) -> None:

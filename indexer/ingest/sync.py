@@ -36,8 +36,7 @@ from kinlens.embedder.preprocess import read_header
 from kinlens.embedder.session import Embedder
 from kinlens.embedder.sources.walk import is_omitted
 from kinlens.indexer.addresses import FileState, ImageAddress, ImageRoot, image_root_of
-from kinlens.indexer.attributes import is_printable
-from kinlens.indexer.catalog.entries import Retypable, merged
+from kinlens.indexer.entries import Item, is_printable, merged
 from kinlens.indexer.folder.layout import FILES
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.images import ANY_SIZE
@@ -69,7 +68,8 @@ from kinlens.indexer.ingest.sources import (
     relocated,
     source_at,
 )
-from kinlens.indexer.types import Ids, Item, Progress, VectorStore
+from kinlens.indexer.store import VectorStore
+from kinlens.indexer.types import Ids, Progress
 from kinlens.reports import Report
 
 _PART = 256  # records that are compared at a time
@@ -194,7 +194,7 @@ def sync_source(
     settings = settings or SyncSettings()
     start = time.perf_counter()
     check_root(store, source)
-    check_attributes(source, store.schema(), Retypable.of(store))
+    check_attributes(source, store)
     with FileHashes.of(store, source.root, settings.dry_run) as hashes:
         sync = _Sync(store, source, settings, hashes)
         sync.compare(on_compared)

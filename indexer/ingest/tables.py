@@ -8,7 +8,7 @@ from typing import NamedTuple, get_args
 
 from kinlens.embedder.errors import SourceError
 from kinlens.embedder.sources.tables import check_separator, csv_rows
-from kinlens.indexer.attributes import BOOLEANS, DATE, Schema, parse_value
+from kinlens.indexer.entries import BOOLEANS, DATE, Schema, parse_value
 from kinlens.values import AttributeType, AttributeValue
 
 KINDS: tuple[AttributeType, ...] = get_args(AttributeType)

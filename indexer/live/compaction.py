@@ -363,12 +363,11 @@ class BackgroundCompaction:
         self,
         due: Callable[[], str | None],
         compact: Callable[[Progress], object],
-        retry_s: float = _RETRY_S,
     ) -> None:
         self.last_error: KinlensError | None = None
         self._due = due
         self._compact = compact
-        self._pause_s = self._retry_s = retry_s
+        self._pause_s = _RETRY_S
         self._is_nudged = self._is_urgent = False
         self._closed = threading.Event()
         self._lock = threading.Lock()
@@ -412,7 +411,7 @@ class BackgroundCompaction:
                 if self._due():
                     self._compact_in_turn()
                 self.last_error = None
-                self._pause_s = self._retry_s
+                self._pause_s = _RETRY_S
                 continue
             except GalleryBusyError:
                 pass  # another process compacts; check later whether it succeeded
@@ -447,8 +446,8 @@ class BackgroundCompaction:
         logging.getLogger(__name__).error("compaction failed: %s", error)
 
     def _retry_later(self) -> None:
-        for _ in range(round(self._pause_s / self._retry_s)):
-            self._closed.wait(self._retry_s)
+        for _ in range(round(self._pause_s / _RETRY_S)):
+            self._closed.wait(_RETRY_S)
             if self._is_urgent:
                 break
         self._is_urgent = False

@@ -17,13 +17,8 @@ from numpy.typing import NDArray
 
 from kinlens.embedder.errors import InvalidParameterError
 from kinlens.embedder.types import Embeddings, Hit, ItemId
-from kinlens.indexer.catalog.entries import (
-    NORM_TOLERANCE,
-    ROUNDING,
-    are_equal,
-    normalised,
-    norms_of,
-)
+from kinlens.indexer.catalog.vectors import are_equal
+from kinlens.indexer.entries import NORM_TOLERANCE, ROUNDING, normalised, norms_of
 from kinlens.indexer.types import CANDIDATES, MAX_BOOST, Group, Grouping, SearchOptions
 from kinlens.values import AttributeValue, Scalar, values_in
 

@@ -10,21 +10,19 @@ from numpy.typing import NDArray
 from kinlens.embedder.errors import InvalidParameterError, ItemNotFoundError
 from kinlens.embedder.types import Embeddings, ItemId
 from kinlens.indexer.addresses import ImageRoot, image_root_of
-from kinlens.indexer.attributes import Schema
 from kinlens.indexer.bits import Bits
 from kinlens.indexer.catalog.database import Catalog, catalog_view
-from kinlens.indexer.catalog.entries import as_entries
 from kinlens.indexer.catalog.read import CatalogView
+from kinlens.indexer.entries import Entry, Item, Schema, as_entries
 from kinlens.indexer.filters.text import Where
 from kinlens.indexer.filters.tree import check_attribute
 from kinlens.indexer.folder.layout import GalleryFolder
 from kinlens.indexer.folder.manifest import GalleryManifest
-from kinlens.indexer.images import ItemImage, item_image
 from kinlens.indexer.live.compaction import CATALOG
 from kinlens.indexer.live.facets import facts_of
 from kinlens.indexer.live.keeper import SnapshotKeeper
 from kinlens.indexer.live.search import Searcher
-from kinlens.indexer.types import AttributeFacts, Entry, Ids, Item, Page, SortBy, no_item, no_key
+from kinlens.indexer.types import AttributeFacts, Ids, Page, SortBy, no_item, no_key
 from kinlens.values import Scalar
 
 _PAGE = 1000
@@ -236,14 +234,6 @@ class GalleryReader(Searcher):
         """Whether any removed item can be restored."""
         with self._catalog.reading() as view:
             return view.has_removed()
-
-    def image(self, item_id: ItemId) -> ItemImage:
-        """The indexed image of an item, read from the image root; BMP, TIFF and HEIC become JPEG.
-
-        Raises: ItemNotFoundError for an unknown id, or if the file is missing, was changed or is
-            outside the image root; GalleryCorruptError if it cannot be read.
-        """
-        return item_image(self.image_root, self.item(item_id))
 
     def _own_view(self) -> contextlib.AbstractContextManager[CatalogView]:
         """A separate connection for generators, which may end early or overlap with searches."""

@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 from kinlens.embedder.errors import InvalidParameterError
 from kinlens.embedder.types import Embeddings
+from kinlens.indexer.entries import Item
 from kinlens.indexer.live.ranking import Candidate, Reorder
-from kinlens.indexer.types import Boost, Item, SearchOptions, SortBy
+from kinlens.indexer.types import Boost, SearchOptions, SortBy
 
 Span = Callable[[str], tuple[float, float] | None]
 """The lowest and highest value of a numeric attribute; None if the engine does not know them.

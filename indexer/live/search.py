@@ -28,6 +28,7 @@ from kinlens.indexer.live.ranking import (
 )
 from kinlens.indexer.live.rerank import reorder_of
 from kinlens.indexer.live.snapshot import Snapshot
+from kinlens.indexer.store import VectorStore
 from kinlens.indexer.types import (
     REBUILD,
     RESTORE,
@@ -37,7 +38,6 @@ from kinlens.indexer.types import (
     Ids,
     Scores,
     SearchOptions,
-    VectorStore,
     no_checkpoint,
 )
 from kinlens.values import Scalar

@@ -16,7 +16,15 @@ import numpy as np
 
 from kinlens.embedder.errors import GalleryCorruptError
 from kinlens.embedder.types import Embeddings
-from kinlens.indexer.bits import Bits, bits_from, count_of, empty_bits, has_bits, put_bits
+from kinlens.indexer.bits import (
+    Bits,
+    bits_from,
+    count_of,
+    empty_bits,
+    has_bits,
+    numbers_in,
+    put_bits,
+)
 from kinlens.indexer.catalog.earlier import StoredVectors, vectors_in_memory
 from kinlens.indexer.catalog.read import CatalogView
 from kinlens.indexer.catalog.schema import Base, State
@@ -25,7 +33,7 @@ from kinlens.indexer.index.copies import Copies, by_owner
 from kinlens.indexer.index.faiss import SegmentIndex, range_search
 from kinlens.indexer.index.index_types import Effort, full
 from kinlens.indexer.index.segment import Segment
-from kinlens.indexer.types import REBUILD, Ids, Scores, StoredRows, numbers_in
+from kinlens.indexer.types import REBUILD, Ids, Scores, StoredRows
 
 _OVERFETCH = 2  # extra items to fetch, as a multiple of the expected number of removed hits
 _MAX_DROPPED = 0.25  # share of hidden items above which a search with a mask is faster

@@ -244,16 +244,17 @@ class GalleryUpkeep(GalleryReader):
             known = self._known = name, read_segment_manifest(self._folder_of(name))
         return known[1]
 
+    def _rows_when_full(self, state: State) -> int:
+        """The number of rows of vectors at which the delta is full, and writers have to wait."""
+        manifest = self._segment_of(state)
+        items, rows = (0, 0) if manifest is None else (manifest.items, manifest.size)
+        return rows + _FULL * _delta_limit(items, self.dim)
+
     def _folder_of(self, segment: str) -> Path:
         return self.generation_folder / SEGMENTS / segment
 
     def _version_at(self, seq: int) -> str:
         return hashlib.sha256(f"{self.manifest.uid}:{seq}".encode()).hexdigest()
-
-
-def full_delta(segment_size: int, dim: int) -> int:
-    """The number of items added after a segment of this size above which writers have to wait."""
-    return _FULL * _delta_limit(segment_size, dim)
 
 
 def _delta_limit(segment_size: int, dim: int) -> int:

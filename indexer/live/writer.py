@@ -18,17 +18,16 @@ from kinlens.embedder.errors import (
     InvalidParameterError,
 )
 from kinlens.embedder.types import ItemId
-from kinlens.indexer.attributes import parse_value
 from kinlens.indexer.catalog.database import Catalog
-from kinlens.indexer.catalog.entries import checked_keys
 from kinlens.indexer.catalog.read import CatalogView
 from kinlens.indexer.catalog.write import CatalogWriter
 from kinlens.indexer.columns.checkpoint import collect_columns
+from kinlens.indexer.entries import Entry, Item, Written, checked_keys, parse_value
 from kinlens.indexer.filters.text import Where, as_filter
 from kinlens.indexer.filters.tree import Exists, Filter
 from kinlens.indexer.live.compaction import CATALOG, KEEP_REMOVED_S
-from kinlens.indexer.live.upkeep import GalleryUpkeep, full_delta
-from kinlens.indexer.types import Entry, Ids, Item, Progress, Written
+from kinlens.indexer.live.upkeep import GalleryUpkeep
+from kinlens.indexer.types import Ids, Progress
 from kinlens.values import AttributeType, AttributeValue, values_in
 
 T = TypeVar("T")
@@ -53,6 +52,7 @@ class GalleryWriter(GalleryUpkeep):
     """
 
     _close: "weakref.finalize[[], Any]"
+    _full: tuple[str | None, int] = "", 0  # the last segment, and the rows that fill its delta
 
     def add(
         self,
@@ -61,15 +61,15 @@ class GalleryWriter(GalleryUpkeep):
         within: Where | None = None,
     ) -> Written:
         entries = list(entries)
-        return self._adding(lambda writer: writer.add(entries, owned, as_filter(within)))
+        return self._adding(lambda writer: writer.add(entries, owned), within)
 
     def update(
         self,
         changes: Mapping[str, Mapping[str, AttributeValue | None]],
         within: Where | None = None,
     ) -> int:
-        with self._writing() as writer:
-            return writer.update(changes, as_filter(within))
+        with self._writing(within) as writer:
+            return writer.update(changes)
 
     def remove(
         self, keys: Iterable[str], *, keep: Iterable[str] = (), within: Where | None = None
@@ -85,13 +85,13 @@ class GalleryWriter(GalleryUpkeep):
             raise InvalidParameterError(
                 f"The key {min(both)!r:.200} is both to be removed and in keep. Omit it from one."
             )
-        with self._writing() as writer:
-            if keep and not _found(writer, keep, within):
+        with self._writing(within) as writer:
+            if keep and not writer.matching(writer.by_key(keep)):
                 raise GalleryConflictError(
                     f"Nothing was removed: none of the {len(keep):,} items to keep, such as "
                     f"{keep[0]!r:.200}, is in the gallery any more. Look for duplicates again."
                 )
-            return writer.remove(_found(writer, keys, within))
+            return writer.remove(writer.matching(writer.by_key(keys)))
 
     def restore(self, keys: Iterable[str], within: Where | None = None) -> list[Item]:
         """Undo the removal of items by key, in one transaction. They get new ids.
@@ -102,12 +102,12 @@ class GalleryWriter(GalleryUpkeep):
         Raises: InvalidParameterError if the keys are not a list of texts.
         """
         keys = checked_keys(keys)
-        return self._adding(lambda writer: writer.restore(keys, as_filter(within)))
+        return self._adding(lambda writer: writer.restore(keys), within)
 
     def remove_items(self, ids: Iterable[ItemId], within: Where | None = None) -> int:
         ids = [item_id for item_id in ids if 0 <= item_id < 2**63]
-        with self._writing() as writer:
-            return writer.remove(_matching(writer.get(ids).values(), within))
+        with self._writing(within) as writer:
+            return writer.remove(writer.matching(writer.get(ids)))
 
     def update_where(
         self, where: Where, change: Mapping[str, AttributeValue | None], within: Where | None = None
@@ -116,8 +116,9 @@ class GalleryWriter(GalleryUpkeep):
             where,
             "changed",
             lambda writer, items: writer.update(
-                dict.fromkeys([item.key for item in items], change), as_filter(within)
+                dict.fromkeys([item.key for item in items], change)
             ),
+            within=within,
         )
 
     def remove_where(self, where: Where) -> int:
@@ -171,12 +172,13 @@ class GalleryWriter(GalleryUpkeep):
         done: str,
         work: Callable[[CatalogWriter, Sequence[Item]], int],
         on_item: Progress = lambda _: None,
+        within: Where | None = None,
     ) -> int:
         where = as_filter(where)
         ids, count = self._ids_of(where), 0
         for start in range(0, len(ids), _BATCH):
             try:
-                with self._writing() as writer:
+                with self._writing(within) as writer:
                     items = writer.get(ids[start : start + _BATCH]).values()
                     count += work(writer, [i for i in items if where.matches(i.attributes)])
                 on_item(len(items))
@@ -210,11 +212,16 @@ class GalleryWriter(GalleryUpkeep):
 
         Raises: DeltaFullError.
         """
-        manifest = self._segment_of(view.state())
-        items, indexed = (0, 0) if manifest is None else (manifest.items, manifest.size)
-        count, limit = rows - indexed, full_delta(items, view.dim)
+        state = view.state()
+        if self._full[0] != state.segment:
+            self._full = state.segment, self._rows_when_full(state)
+        if rows < self._full[1]:
+            return
+        manifest = self._segment_of(state)
+        indexed = 0 if manifest is None else manifest.size
+        count, limit = rows - indexed, self._full[1] - indexed
         is_own = manifest is None or view.file is None or view.file.name == manifest.vectors
-        if count >= limit and self.when_full == "refuse" and view.file is not None and is_own:
+        if self.when_full == "refuse" and view.file is not None and is_own:
             # A compaction is due in the background for removed ones, too.
             last = view.file.row_ids.of(np.array([indexed - 1])) if indexed else [0]
             count = view.count_after(int(last[0]))
@@ -226,15 +233,15 @@ class GalleryWriter(GalleryUpkeep):
                 "kinlens-index compact, which names what prevents it."
             )
 
-    def _adding(self, work: Callable[[CatalogWriter], T]) -> T:
+    def _adding(self, work: Callable[[CatalogWriter], T], within: Where | None) -> T:
         """Do work that adds vectors, as soon as the delta is not full. Raises: DeltaFullError."""
-        with contextlib.suppress(DeltaFullError), self._writing() as writer:
+        with contextlib.suppress(DeltaFullError), self._writing(within) as writer:
             return work(writer)
         if self.when_full == "refuse":
             self.compact_for_writers()
         else:
             self.compact(wait=True, keep_removed_s=KEEP_REMOVED_S, skip_if=self._takes_items)
-        with self._writing() as writer:
+        with self._writing(within) as writer:
             return work(writer)
 
     def _takes_items(self) -> bool:
@@ -252,12 +259,14 @@ class GalleryWriter(GalleryUpkeep):
         return Catalog.open(self.generation_folder / CATALOG, writable=True)
 
     @contextlib.contextmanager
-    def _writing(self) -> Iterator[CatalogWriter]:
+    def _writing(self, within: Where | None = None) -> Iterator[CatalogWriter]:
         if not self._close.alive:
             raise GalleryError(f"The gallery {self._folder.path} is closed. Open it again.")
         generation = self.generation_folder.name
         with self._folder.writing(generation), self._writable.writing() as writer:
-            writer.is_used = lambda name: bool(len(self._ids_of(Exists(name))))
+            writer.is_used = self.has_attribute
+            if within is not None:
+                writer.within = as_filter(within)
             if self.when_full != "grow":
                 writer.before_insert = self._check_delta
             yield writer
@@ -291,14 +300,3 @@ def _as_type(value: AttributeValue, type_: AttributeType) -> AttributeValue:
     texts = [str(one).lower() if isinstance(one, bool) else str(one) for one in values_in(value)]
     found = tuple(dict.fromkeys(parse_value(text, type_) for text in texts))
     return found if isinstance(value, tuple) else found[0]
-
-
-def _matching(items: Iterable[Item], within: Where | None) -> list[Item]:
-    within = as_filter(within)
-    return [item for item in items if within is None or within.matches(item.attributes)]
-
-
-def _found(writer: CatalogWriter, keys: Sequence[str], within: Where | None) -> list[Item]:
-    """The items with these keys that match the filter."""
-    found = {item.id: item for item in writer.by_key(keys).values()}  # two keys may spell one
-    return _matching(found.values(), within)

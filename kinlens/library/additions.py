@@ -13,7 +13,7 @@ from kinlens.embedder.errors import GalleryConflictError, InvalidParameterError,
 from kinlens.embedder.programs.progress import progress_bar
 from kinlens.embedder.session import Embedder
 from kinlens.embedder.sources.names import composed
-from kinlens.indexer.catalog.entries import check_key
+from kinlens.indexer.entries import NO_IMAGE, Entry, Item, Written, check_key
 from kinlens.indexer.exchange.parquet import VECTOR, load_pyarrow
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.ingest.add import AddReport, add_source, check_image_root, fitting
@@ -28,7 +28,7 @@ from kinlens.indexer.ingest.foreign import Tables, unit_vectors
 from kinlens.indexer.ingest.sources import Record, Source
 from kinlens.indexer.ingest.sync import MaxRemoved, SyncReport, SyncSettings, sync_source
 from kinlens.indexer.ingest.sync import source_of as source_to_sync
-from kinlens.indexer.types import NO_IMAGE, Entry, Item, Progress, Written
+from kinlens.indexer.types import Progress
 from kinlens.indexer.uploads import UploadFolder
 from kinlens.library.bundles import user_path
 from kinlens.library.hits import Searcher

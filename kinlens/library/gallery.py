@@ -11,15 +11,15 @@ from kinlens.calls import SearchOptions as Asked
 from kinlens.embedder.errors import InvalidParameterError
 from kinlens.embedder.programs.progress import progress_bar
 from kinlens.embedder.types import Embeddings, ItemId
-from kinlens.indexer.attributes import Schema
 from kinlens.indexer.checks.duplicates import near_score
+from kinlens.indexer.entries import Item, Schema
 from kinlens.indexer.filters.json import filter_from_json
 from kinlens.indexer.filters.text import parse_filter
 from kinlens.indexer.filters.tree import Exists, Filter, check_attribute
 from kinlens.indexer.ingest.build import BuildReport
 from kinlens.indexer.ingest.products import changes_by_key
 from kinlens.indexer.live.ranking import check_at_least
-from kinlens.indexer.types import Facet, Grouping, Item, SearchOptions, boost_of, sort_by_of
+from kinlens.indexer.types import Facet, Grouping, SearchOptions, boost_of, sort_by_of
 from kinlens.library.additions import GalleryAdditions
 from kinlens.library.bundles import check_choice
 from kinlens.library.hits import Hit, Hits, Items, Shape, table_of

@@ -14,11 +14,12 @@ from kinlens.embedder.preprocess import render_jpeg
 from kinlens.embedder.session import Embedder, fitted
 from kinlens.embedder.types import Embeddings, ItemId, first_numbers
 from kinlens.embedder.types import Hit as PlainHit
+from kinlens.indexer.entries import Item
 from kinlens.indexer.exchange.parquet import ATTRIBUTE, load_pyarrow
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.images import ANY_SIZE, item_image
 from kinlens.indexer.ingest.add import checked_fit
-from kinlens.indexer.types import Facet, Item, no_key
+from kinlens.indexer.types import Facet, no_key
 from kinlens.indexer.types import Group as PlainGroup
 from kinlens.indexer.uploads import UploadFolder
 from kinlens.library.bundles import load_bundle

@@ -22,7 +22,7 @@ from kinlens.embedder.sources.tables import PRODUCT
 from kinlens.embedder.types import Embeddings
 from kinlens.errors import ArgumentError
 from kinlens.indexer.addresses import REMOTE, ImageAddress, ImageRoot
-from kinlens.indexer.attributes import Schema
+from kinlens.indexer.entries import Schema
 from kinlens.indexer.exchange.parquet import load_pyarrow
 from kinlens.indexer.ingest.sources import (
     NO_KINDS,

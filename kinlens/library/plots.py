@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from numpy.typing import NDArray
 
-    from kinlens.indexer.types import Item
+    from kinlens.indexer.entries import Item
     from kinlens.library.gallery import Gallery
 
 __all__ = ["calibration", "map", "recall", "spectrum"]

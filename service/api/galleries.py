@@ -9,9 +9,10 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 
 from kinlens.embedder import errors
+from kinlens.indexer.entries import Item
 from kinlens.indexer.galleries import GalleryFacts
 from kinlens.indexer.images import ImageAddress
-from kinlens.indexer.types import AttributeFacts, Item
+from kinlens.indexer.types import AttributeFacts
 from kinlens.models import (
     AttributeCount,
     AttributeModel,

@@ -9,8 +9,8 @@ from pydantic import BeforeValidator
 
 from kinlens.embedder import errors
 from kinlens.embedder.types import ItemId
+from kinlens.indexer.entries import Item
 from kinlens.indexer.images import ImageAddress, is_shown, item_bytes, shown
-from kinlens.indexer.types import Item
 from kinlens.service.api.galleries import FAILURES, ITEM_PATHS, Generation, ItemRef, Service
 from kinlens.service.galleries.registry import Served
 from kinlens.service.galleries.renditions import SIDES_PX

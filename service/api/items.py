@@ -17,8 +17,9 @@ from pydantic import (
 from kinlens.embedder import errors
 from kinlens.embedder.errors import InvalidParameterError
 from kinlens.embedder.sources.names import composed
+from kinlens.indexer.entries import Item
 from kinlens.indexer.filters.tree import Filter
-from kinlens.indexer.types import Item, SearchOptions, sort_by_of
+from kinlens.indexer.types import SearchOptions, sort_by_of
 from kinlens.models import (
     MAX_PAGE,
     ItemModel,

@@ -27,12 +27,11 @@ from kinlens.embedder.errors import (
 )
 from kinlens.embedder.sources.names import composed
 from kinlens.embedder.types import ItemId
+from kinlens.indexer.entries import NO_IMAGE, AttributeTypes, Entry, Item, check_key
 from kinlens.indexer.filters.tree import Filter
-from kinlens.indexer.galleries import MilvusStore, Retypable, current_generation
-from kinlens.indexer.galleries import check_item as check_stored
+from kinlens.indexer.galleries import MilvusStore, current_generation
 from kinlens.indexer.gallery import Gallery as IndexedGallery
 from kinlens.indexer.ingest.products import changes_by_key
-from kinlens.indexer.types import NO_IMAGE, Entry, Item
 from kinlens.indexer.uploads import UploadFolder
 from kinlens.models import ItemStatus, PatchAnswer, PutResult, RemoveAnswer
 from kinlens.service.concurrency import BoundedPool
@@ -289,7 +288,7 @@ def _drafts(served: Served, items: Sequence[NewItem]) -> list[_Draft]:
     """
     gallery = served.whole
     drafts = [_Draft(item, item.error) for item in items]
-    kinds, retypable = dict(gallery.schema()), Retypable.of(gallery)
+    types = AttributeTypes(gallery.schema(), gallery.has_attribute)
     seen: set[str] = set()
     for draft in drafts:
         key, attributes = draft.item.key, draft.item.attributes
@@ -299,7 +298,8 @@ def _drafts(served: Served, items: Sequence[NewItem]) -> list[_Draft]:
                     text = f"The request contains the key {key!r:.200} twice. Send each item once."
                     raise InvalidParameterError(text)
                 _check_count(key, attributes)
-                check_stored(key, attributes, kinds, retypable)
+                check_key(key)
+                types.check(key, attributes)
                 content = draft.item.data
                 if draft.item.vector:
                     draft.vector = fitted(draft.item.vector, served.model)

@@ -16,8 +16,8 @@ from typing import TypeVar
 import structlog
 
 from kinlens.embedder.errors import EngineUnavailableError, KinlensError, UnreachableError
+from kinlens.indexer.entries import Item
 from kinlens.indexer.images import ImageAddress, item_bytes
-from kinlens.indexer.types import Item
 from kinlens.service.concurrency import DaemonThreads, begin_in_thread
 from kinlens.service.galleries.locations import Opened
 

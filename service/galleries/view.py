@@ -20,6 +20,7 @@ from kinlens.embedder.errors import (
     ItemNotFoundError,
 )
 from kinlens.embedder.types import Embeddings, Hit, ItemId
+from kinlens.indexer.entries import Entry, Item, Written
 from kinlens.indexer.filters.tree import (
     And,
     Exists,
@@ -31,15 +32,12 @@ from kinlens.indexer.galleries import GalleryFacts, MilvusStore
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.types import (
     AttributeFacts,
-    Entry,
     Facet,
     Group,
     Grouping,
-    Item,
     Page,
     SearchOptions,
     SortBy,
-    Written,
     no_item,
     no_key,
 )

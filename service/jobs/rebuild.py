@@ -20,6 +20,7 @@ from kinlens.embedder.errors import BundleError, GalleryError, JobConflictError,
 from kinlens.embedder.seen import Seen
 from kinlens.embedder.session import OnnxEmbedder, fitted
 from kinlens.embedder.sources.tables import class_in
+from kinlens.indexer.entries import Item
 from kinlens.indexer.galleries import KEEP_REMOVED_S, copy_bytes, current_manifest
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.images import ANY_SIZE, image_root_of, read_image
@@ -33,7 +34,7 @@ from kinlens.indexer.ingest.rebuild import (
 )
 from kinlens.indexer.ingest.sources import Record
 from kinlens.indexer.ingest.sync import MaxRemoved, SyncSettings, source_of, sync_source
-from kinlens.indexer.types import Item, Progress
+from kinlens.indexer.types import Progress
 from kinlens.indexer.uploads import UploadFolder
 from kinlens.quality.calibrator import Calibrator
 from kinlens.quality.gate import (

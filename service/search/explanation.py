@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 from kinlens.embedder.errors import GalleryConflictError, InvalidParameterError
 from kinlens.embedder.explain import shares
 from kinlens.embedder.types import SHORT, Embeddings
-from kinlens.indexer.types import combined_query, weighted_mean
 from kinlens.models import ExplainAnswer, QueryShares
+from kinlens.quality.answers import combined_query, weighted_mean
 from kinlens.service.concurrency import SearchThreads
 from kinlens.service.encoding.model import View
 from kinlens.service.galleries.registry import Served

@@ -20,7 +20,8 @@ from kinlens.embedder.views.boxes import AUTO_BOXES, FoundBox
 from kinlens.indexer.checks.duplicates import LEAST_SCORE, near_score
 from kinlens.indexer.filters.tree import Filter
 from kinlens.indexer.gallery import Gallery
-from kinlens.indexer.types import Boost, Facet, Group, Grouping, SortBy, VectorStore
+from kinlens.indexer.store import VectorStore
+from kinlens.indexer.types import Boost, Facet, Group, Grouping, SortBy
 from kinlens.models import Distinct, Timings
 from kinlens.quality.answers import Results, Wanted
 from kinlens.service.access.links import PREFIX, SIGNER, image_address, link_parts, with_links

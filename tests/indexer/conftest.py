@@ -16,10 +16,10 @@ from typer.testing import CliRunner, Result
 from kinlens.commands.__main__ import app
 from kinlens.embedder.fake import FakeEmbedder
 from kinlens.embedder.types import Images
+from kinlens.indexer.entries import Entry
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.ingest.build import BuildReport, build_gallery
 from kinlens.indexer.ingest.sources import Record, Source, folder_source
-from kinlens.indexer.types import Entry
 from tests.indexer.oracle import BUNDLE, DIM
 from tests.support.memory_disk import tmp_path, tmp_path_factory
 from tests.support.milvus_server import (

@@ -21,6 +21,7 @@ import numpy as np
 from kinlens.embedder.durable import set_fault_hook
 from kinlens.embedder.errors import GalleryBusyError
 from kinlens.embedder.types import Embeddings
+from kinlens.indexer.entries import Entry
 from kinlens.indexer.exchange.follow import Follower
 from kinlens.indexer.exchange.publish import publish
 from kinlens.indexer.filters.tree import Range
@@ -28,7 +29,7 @@ from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.ingest.build import import_gallery
 from kinlens.indexer.ingest.rebuild import adopt
 from kinlens.indexer.live.backup import restore_backup, write_backup
-from kinlens.indexer.types import Entry, GalleryExport, SearchOptions
+from kinlens.indexer.types import GalleryExport, SearchOptions
 from kinlens.values import AttributeValue
 
 DIM = 8

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 from kinlens.embedder.types import Hit
+from kinlens.indexer.entries import Entry
 from kinlens.indexer.filters.tree import And, Equals, Exists, Filter, In, Not, Or, Range, StartsWith
-from kinlens.indexer.types import Entry, Group, Grouping, SearchOptions, VectorStore
+from kinlens.indexer.store import VectorStore
+from kinlens.indexer.types import Group, Grouping, SearchOptions
 from kinlens.values import AttributeValue, values_in
 
 BUNDLE = "b" * 64

@@ -15,12 +15,12 @@ from kinlens.embedder.errors import (
     SourceError,
     UnreachableError,
 )
+from kinlens.indexer.entries import Entry
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.images import ImageAddress, image_root_of
 from kinlens.indexer.ingest.build import BuildSettings, build_gallery
 from kinlens.indexer.ingest.embed import EmbedSettings
 from kinlens.indexer.ingest.sources import source_at
-from kinlens.indexer.types import Entry
 from tests.indexer.conftest import printed
 from tests.indexer.oracle import units
 from tests.support.stores import HUGE, Store

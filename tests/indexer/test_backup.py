@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from kinlens.embedder.errors import GalleryCorruptError
+from kinlens.indexer.entries import Entry
 from kinlens.indexer.galleries import copy_bytes, current_generation
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.live.backup import restore_backup
-from kinlens.indexer.types import Entry
 from kinlens.quality.calibrator import Calibrator
 from tests.indexer import oracle
 from tests.indexer.conftest import flipped, generation_of, segment_of, truncated, zeroed

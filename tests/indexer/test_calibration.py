@@ -9,8 +9,8 @@ import pytest
 
 from kinlens.embedder.errors import InvalidParameterError
 from kinlens.embedder.types import Embeddings, Hit
+from kinlens.indexer.entries import Entry
 from kinlens.indexer.gallery import Gallery
-from kinlens.indexer.types import Entry
 from kinlens.quality.calibration import Calibrated, Fit, Shares, choose
 from kinlens.quality.calibrator import Calibrator
 from kinlens.quality.fitting import Labelled

@@ -125,7 +125,7 @@ def test_one_add_takes_eight_statements_besides_the_transaction(
         assert gallery.size == 2
 
 
-def test_one_add_passes_no_more_than_twelve_modules_of_the_indexer(gallery: Gallery) -> None:
+def test_one_add_passes_no_more_than_eight_modules_of_the_indexer(gallery: Gallery) -> None:
     """Those of the write alone; after the commit, the snapshot for the next search advances."""
     gallery.add([entry("first", UNIT, {"a": 1})])
     modules: set[str] = set()
@@ -147,7 +147,7 @@ def test_one_add_passes_no_more_than_twelve_modules_of_the_indexer(gallery: Gall
         finally:
             sys.setprofile(None)
     assert is_over
-    assert len(modules) <= 12, " ".join(sorted(modules))
+    assert len(modules) <= 8, " ".join(sorted(modules))
 
 
 def test_a_prefix_is_compared_letter_by_letter_also_at_the_ends_of_unicode(gallery) -> None:

@@ -18,6 +18,7 @@ from kinlens.embedder.engines.models import SessionSettings
 from kinlens.embedder.errors import KinlensError, SourceError
 from kinlens.embedder.session import OnnxEmbedder
 from kinlens.indexer.addresses import files_at
+from kinlens.indexer.entries import Entry
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.images import image_root_of, read_image
 from kinlens.indexer.ingest import parts
@@ -25,7 +26,6 @@ from kinlens.indexer.ingest.embed import EmbedSettings
 from kinlens.indexer.ingest.parts import Part, SourceAt, begun_shards, embed_part
 from kinlens.indexer.ingest.shards import ShardsManifest, VectorShards
 from kinlens.indexer.ingest.sources import Record, Source, csv_source, folder_source, source_at
-from kinlens.indexer.types import Entry
 from tests.indexer.conftest import failure, printed
 from tests.indexer.oracle import contents
 from tests.support.servers import free_port

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from kinlens.indexer.columns import columns, match
+from kinlens.indexer.entries import Entry
 from kinlens.indexer.filters.text import parse_filter
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.index.plan import IndexSettings
 from kinlens.indexer.live import attributes, keeper
-from kinlens.indexer.types import Entry, Grouping, SearchOptions, SortBy
+from kinlens.indexer.types import Grouping, SearchOptions, SortBy
 from kinlens.values import values_in
 from tests.indexer.conftest import faults, segment_of
 from tests.indexer.oracle import entry, units

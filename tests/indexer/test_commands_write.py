@@ -13,10 +13,10 @@ from unittest.mock import Mock
 import pytest
 
 from kinlens.embedder.errors import GalleryWriteError
+from kinlens.indexer.entries import Entry
 from kinlens.indexer.filters.tree import Equals
 from kinlens.indexer.galleries import current_generation
 from kinlens.indexer.gallery import Gallery
-from kinlens.indexer.types import Entry
 from kinlens.indexer.uploads import UploadFolder
 from kinlens.quality.calibrator import Calibrator
 from tests.indexer.conftest import (
@@ -404,8 +404,7 @@ def test_a_gallery_with_decomposed_keys_finds_them_in_both_forms(
     """Galleries of earlier versions have keys and texts as they were given."""
     decomposed, composed = "Cafe\u0301", "Caf\xe9"
     with monkeypatch.context() as earlier:
-        for module in ("types", "attributes"):
-            earlier.setattr(f"kinlens.indexer.{module}.composed", str)
+        earlier.setattr("kinlens.indexer.entries.composed", str)
         gallery.add([entry(decomposed, units(1)[0], {"brand": decomposed})])
     [item] = gallery.items()
     assert (item.key, item.attributes["brand"]) == (decomposed, decomposed)

@@ -28,20 +28,12 @@ from kinlens.embedder.errors import (
     KinlensError,
 )
 from kinlens.embedder.types import Hit
+from kinlens.indexer.entries import Entry, Written
 from kinlens.indexer.filters.text import parse_filter
 from kinlens.indexer.filters.tree import And, Equals, Filter, In, Not, Or, Range
 from kinlens.indexer.gallery import Gallery
-from kinlens.indexer.types import (
-    CANDIDATES,
-    Boost,
-    Entry,
-    Grouping,
-    SearchOptions,
-    SortBy,
-    VectorStore,
-    Written,
-    boost_of,
-)
+from kinlens.indexer.store import VectorStore
+from kinlens.indexer.types import CANDIDATES, Boost, Grouping, SearchOptions, SortBy, boost_of
 from kinlens.values import AttributeValue
 from tests.indexer.conftest import Run, collections, failure, milvus_client, printed, published
 from tests.indexer.oracle import (
@@ -867,7 +859,7 @@ def test_facets_and_sorted_pages_are_those_of_a_folder(store, gallery, monkeypat
             assert (pages[0].total, values[0]) == (pages[1].total, values[1])
     everything = store.page(0, 60, sort_by=SortBy("sku")).items
     assert {item.key for item in everything} == {e.key for e in shop(60)}
-    monkeypatch.setattr("kinlens.indexer.exchange.milvus.MAX_SORTED", 50)
+    monkeypatch.setattr("kinlens.indexer.exchange.milvus_search.MAX_SORTED", 50)
     for call in (
         lambda: store.facets(names),
         lambda: store.facets(names, query, SearchOptions(min_score=-1.0)),

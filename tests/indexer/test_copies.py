@@ -12,12 +12,13 @@ import pytest
 
 from kinlens.indexer.bits import count_of, empty_bits, put_bits
 from kinlens.indexer.checks.verify import check_files
+from kinlens.indexer.entries import Entry
 from kinlens.indexer.filters.tree import Equals, Range
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.index import faiss as engine
 from kinlens.indexer.index.copies import Copies
 from kinlens.indexer.index.plan import IndexSettings
-from kinlens.indexer.types import Entry, Grouping, SearchOptions
+from kinlens.indexer.types import Grouping, SearchOptions
 from tests.indexer.oracle import (
     BUNDLE,
     DIM,

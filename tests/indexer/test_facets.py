@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from kinlens.embedder.errors import InvalidParameterError
+from kinlens.indexer.entries import Entry
 from kinlens.indexer.filters.tree import Equals, Filter, In, Not, Or, Range
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.index.plan import IndexSettings
-from kinlens.indexer.types import MAX_COUNTED_VALUES, Entry, Facet, SearchOptions
+from kinlens.indexer.types import MAX_COUNTED_VALUES, Facet, SearchOptions
 from tests.indexer.oracle import Oracle, clumped, entry, shop, units
 
 NAMES = ("colour", "sku", "price", "sale", "weight")

@@ -11,9 +11,10 @@ import pytest
 
 from kinlens.embedder.errors import GalleryCorruptError
 from kinlens.indexer.checks.verify import check_files
+from kinlens.indexer.entries import Entry
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.index.plan import IndexSettings
-from kinlens.indexer.types import Entry, SearchOptions
+from kinlens.indexer.types import SearchOptions
 from tests.indexer.conftest import flipped, generation_of, rows_of, segment_of
 from tests.indexer.oracle import BUNDLE, clumped, units
 from tests.support.recall import recall_at

@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 
 from kinlens.embedder.errors import PlanError, ProviderError
+from kinlens.indexer.entries import Entry
 from kinlens.indexer.galleries import gpu_memory
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.index import gpu
 from kinlens.indexer.index.gpu import MAX_K, MAX_ROWS, failed_trial, why_no_gpu
 from kinlens.indexer.index.plan import IndexSettings
-from kinlens.indexer.types import Entry, Ids, Scores, SearchOptions
+from kinlens.indexer.types import Ids, Scores, SearchOptions
 from tests.indexer.conftest import Run
 from tests.indexer.oracle import BUNDLE, bitmap, clumped, units
 from tests.support.fake_gpu import SETTINGS, Device, fake_gpu

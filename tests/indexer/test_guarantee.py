@@ -12,8 +12,9 @@ import kinlens
 from kinlens.embedder.errors import InvalidParameterError
 from kinlens.embedder.types import Embeddings, Hit
 from kinlens.golden import Label
+from kinlens.indexer.entries import Entry
 from kinlens.indexer.gallery import Gallery
-from kinlens.indexer.types import Entry, Group, Grouping, SearchOptions
+from kinlens.indexer.types import Group, Grouping, SearchOptions
 from kinlens.quality.answers import Guaranteed, Wanted, guaranteed
 from kinlens.quality.calibrator import Calibrator
 from kinlens.quality.golden import GoldenSet, NewQuery

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from kinlens.indexer.checks.verify import check_files, verify_gallery
+from kinlens.indexer.entries import Entry
 from kinlens.indexer.filters.tree import Equals
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.index.plan import IndexSettings
 from kinlens.indexer.live.backup import restore_backup
-from kinlens.indexer.types import Entry, SearchOptions
+from kinlens.indexer.types import SearchOptions
 from tests.indexer.conftest import generation_of, printed
 from tests.indexer.oracle import BUNDLE, clumped
 from tests.support.recall import recall_at

@@ -29,6 +29,7 @@ from kinlens.embedder.errors import (
 )
 from kinlens.embedder.machine import core_count, memory_mb
 from kinlens.embedder.types import Images
+from kinlens.indexer.entries import Entry, Written
 from kinlens.indexer.galleries import current_generation
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.index.plan import IndexSettings
@@ -36,7 +37,7 @@ from kinlens.indexer.ingest.add import AddReport, add_source
 from kinlens.indexer.ingest.build import BuildSettings, build_gallery
 from kinlens.indexer.ingest.embed import embedded_batches
 from kinlens.indexer.ingest.sources import Record, Source, csv_source, folder_source
-from kinlens.indexer.types import Entry, GalleryExport, Progress, Written
+from kinlens.indexer.types import GalleryExport, Progress
 from tests.indexer.conftest import PHOTOS, CountingEmbedder, fails_at, faults, listed, query
 from tests.support.seams import EmbedSettings, import_gallery
 from tests.tiny import encoded, photo

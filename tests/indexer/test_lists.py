@@ -17,8 +17,8 @@ import pytest
 
 from kinlens.calls import json_of
 from kinlens.embedder.errors import FilterError, InvalidParameterError, SourceError
-from kinlens.indexer.attributes import parse_value
 from kinlens.indexer.checks.verify import check_files
+from kinlens.indexer.entries import Entry, parse_value
 from kinlens.indexer.exchange.parquet import export_gallery
 from kinlens.indexer.filters.text import parse_filter
 from kinlens.indexer.filters.tree import Equals, Filter, Range
@@ -27,15 +27,7 @@ from kinlens.indexer.ingest.build import import_gallery
 from kinlens.indexer.ingest.foreign import read_export
 from kinlens.indexer.ingest.sources import csv_changes, csv_source
 from kinlens.indexer.ingest.tables import parse_values, split_kind
-from kinlens.indexer.types import (
-    Boost,
-    Entry,
-    GalleryExport,
-    Grouping,
-    SearchOptions,
-    SortBy,
-    sort_by_of,
-)
+from kinlens.indexer.types import Boost, GalleryExport, Grouping, SearchOptions, SortBy, sort_by_of
 from kinlens.values import AttributeValue, date_text
 from tests.indexer.oracle import BUNDLE, Oracle, entry, ids_of, random_filter, shop, units
 

@@ -17,13 +17,14 @@ import pytest
 from kinlens.embedder.errors import DeltaFullError, GalleryBusyError
 from kinlens.indexer.catalog.database import Catalog
 from kinlens.indexer.checks.verify import check_files
+from kinlens.indexer.entries import Entry
 from kinlens.indexer.filters.tree import Equals, Filter, Range
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.index import faiss as engine
 from kinlens.indexer.index.plan import IndexSettings
 from kinlens.indexer.live import compaction
 from kinlens.indexer.live.snapshot import Snapshot
-from kinlens.indexer.types import Entry, Facet, SearchOptions
+from kinlens.indexer.types import Facet, SearchOptions
 from tests.indexer.conftest import faults, generation_of
 from tests.indexer.oracle import DIM, units
 from tests.support.seams import Segment, write_backup

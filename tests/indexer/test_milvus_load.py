@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from kinlens.embedder.errors import InvalidParameterError, PlanError, RecallError
+from kinlens.indexer.entries import Entry
 from kinlens.indexer.exchange import milvus_index
-from kinlens.indexer.types import Entry, SearchOptions
+from kinlens.indexer.types import SearchOptions
 from tests.indexer.conftest import collections, printed, published
 from tests.indexer.oracle import BUNDLE, DIM, clumped, entry
 from tests.support.milvus_server import imported

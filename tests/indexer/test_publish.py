@@ -23,13 +23,14 @@ from kinlens.embedder.errors import (
     GalleryNotFoundError,
     InvalidParameterError,
 )
+from kinlens.indexer.entries import Entry
 from kinlens.indexer.exchange.follow import Follower
 from kinlens.indexer.exchange.published import snapshot_at
 from kinlens.indexer.filters.text import parse_filter
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.index.plan import IndexSettings
 from kinlens.indexer.live.backup import restore_backup
-from kinlens.indexer.types import Entry, SearchOptions
+from kinlens.indexer.types import SearchOptions
 from kinlens.quality.calibrator import Calibrator
 from tests.indexer import crasher
 from tests.indexer.conftest import Run, failure, faults, printed, stops_at

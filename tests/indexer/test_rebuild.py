@@ -13,10 +13,10 @@ import pytest
 
 from kinlens.embedder.errors import GalleryBusyError, SourceError
 from kinlens.embedder.fake import FakeEmbedder
+from kinlens.indexer.entries import Entry, Item
 from kinlens.indexer.galleries import current_generation
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.ingest.rebuild import CatchUp, adopt, rebuild, swap_in
-from kinlens.indexer.types import Entry, Item
 from tests.support.seams import EmbedSettings
 from tests.tiny import encoded, photo
 

@@ -10,8 +10,8 @@ import pytest
 from PIL.Image import Image
 from typer.testing import Result
 
+from kinlens.indexer.entries import Entry
 from kinlens.indexer.gallery import Gallery
-from kinlens.indexer.types import Entry
 from tests.indexer.conftest import failure
 from tests.indexer.oracle import units
 from tests.tiny import encoded, photo

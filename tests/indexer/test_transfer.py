@@ -20,11 +20,12 @@ from kinlens.embedder.errors import (
     KinlensError,
     SourceError,
 )
+from kinlens.indexer.entries import Entry, Item
 from kinlens.indexer.exchange import parquet as transfer
 from kinlens.indexer.exchange.parquet import export_gallery
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.ingest.foreign import read_export
-from kinlens.indexer.types import Entry, GalleryExport, Item
+from kinlens.indexer.types import GalleryExport
 from tests.indexer import oracle
 from tests.indexer.conftest import small_files
 from tests.indexer.crasher import forks

@@ -9,11 +9,12 @@ from kinlens.embedder.errors import InvalidParameterError, ItemNotFoundError
 from kinlens.indexer.catalog import database
 from kinlens.indexer.catalog.database import catalog_view
 from kinlens.indexer.checks.verify import check_files
+from kinlens.indexer.entries import Entry
 from kinlens.indexer.filters.text import parse_filter
 from kinlens.indexer.galleries import stored_contents
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.live.compaction import KEEP_REMOVED_S
-from kinlens.indexer.types import Entry, SearchOptions
+from kinlens.indexer.types import SearchOptions
 from tests.indexer.conftest import failure, faults, printed, usage
 from tests.indexer.oracle import BUNDLE, contents, entry, units
 from tests.support.waiting import until

@@ -23,7 +23,7 @@ from kinlens.embedder.errors import (
 from kinlens.embedder.programs.progress import console as err
 from kinlens.embedder.programs.progress import progress_bar as progress
 from kinlens.embedder.session import OnnxEmbedder
-from kinlens.indexer.types import Entry, Written
+from kinlens.indexer.entries import Entry, Written
 from tests.tiny import TINY_DIM, encoded, photo, write_photos_as
 
 

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from kinlens.indexer.entries import Entry
 from kinlens.indexer.exchange.milvus import MilvusStore
 from kinlens.indexer.exchange.milvus_load import import_to_milvus
-from kinlens.indexer.types import Entry, GalleryExport
+from kinlens.indexer.types import GalleryExport
 from tests.support.servers import free_port
 
 _TRIES = 3

@@ -32,10 +32,11 @@ from kinlens.embedder.fake import FakeEmbedder
 from kinlens.embedder.preprocess import preprocess
 from kinlens.embedder.session import Embedder, OnnxEmbedder
 from kinlens.embedder.types import Embeddings, Hit, Images, ItemId
+from kinlens.indexer.entries import Entry, Item
 from kinlens.indexer.galleries import GalleryFacts
 from kinlens.indexer.ingest.build import build_gallery
 from kinlens.indexer.ingest.sources import folder_source
-from kinlens.indexer.types import Entry, Item, SearchOptions
+from kinlens.indexer.types import SearchOptions
 from kinlens.service import app as service_app
 from kinlens.service.encoding.fork_server import ForkServer
 from kinlens.service.encoding.workers import Workers

@@ -13,8 +13,8 @@ import numpy as np
 
 from kinlens.embedder.fake import FakeEmbedder
 from kinlens.embedder.session import Embedder
+from kinlens.indexer.entries import Entry
 from kinlens.indexer.gallery import Gallery
-from kinlens.indexer.types import Entry
 from kinlens.indexer.uploads import UploadFolder
 from tests.support.seams import GalleryExport, import_gallery
 from tests.support.servers import DEFAULTS, Running, create_app, run, settings_of

@@ -22,8 +22,8 @@ from kinlens.embedder.errors import (
     InvalidParameterError,
     JobError,
 )
+from kinlens.indexer.entries import Entry
 from kinlens.indexer.gallery import Gallery
-from kinlens.indexer.types import Entry
 from kinlens.rendered.catalogue import render_view
 from kinlens.training import Figures, doctor, evaluate, new, render, tournament
 from tests.support.detectors import bright_photo, write_detector

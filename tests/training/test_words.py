@@ -17,8 +17,8 @@ from kinlens.embedder.errors import DatasetError, ExportError
 from kinlens.embedder.manifest import TextTower
 from kinlens.embedder.session import OnnxEmbedder
 from kinlens.embedder.views.text import TextEncoder
+from kinlens.indexer.entries import Entry
 from kinlens.indexer.gallery import Gallery
-from kinlens.indexer.types import Entry
 from kinlens.training.__main__ import app
 from kinlens.training.words.catalogue import read_catalogue
 from kinlens.training.words.graph import write_tower

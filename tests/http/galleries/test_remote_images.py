@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from kinlens.embedder.fake import FakeEmbedder
+from kinlens.indexer.entries import Entry
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.ingest.build import build_gallery
 from kinlens.indexer.ingest.sources import source_at
-from kinlens.indexer.types import Entry
 from kinlens.service.galleries import remote
 from kinlens.service.galleries.remote import DiskCache
 from kinlens.service.settings import Settings

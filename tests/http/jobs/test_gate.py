@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from kinlens.embedder.seen import Seen
+from kinlens.indexer.entries import Entry
 from kinlens.indexer.gallery import Gallery
-from kinlens.indexer.types import Entry
 from kinlens.quality.gate import Gate, Questions, Verdict, fair_questions, judge
 from tests.support.seams import compare
 

@@ -11,7 +11,7 @@ The catalogue is the truth: a missing or damaged checkpoint is built again from 
 
 import json
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -23,10 +23,12 @@ from numpy.typing import NDArray
 
 from kinlens.embedder.durable import rename, staged, sync
 from kinlens.embedder.errors import GalleryCorruptError
-from kinlens.indexer.bits import Bits, count_of, numbers_in, packed_bits
+from kinlens.indexer.bits import Bits, count_of
 from kinlens.indexer.catalog.vectors import RowIds
+from kinlens.indexer.columns.chunks import CHUNK, NOTHING, Chunk, Codes, is_repeated, starts_of
 from kinlens.indexer.columns.values import (
     Values,
+    are_at,
     from_arrays,
     merged_values,
     packed,
@@ -39,24 +41,15 @@ from kinlens.values import AttributeType, AttributeValue, Scalar, values_in
 COLUMN_BYTES = 40
 """Bytes per item with five attributes."""
 
-CHUNK = 2**16
-"""Rows of a chunk: small enough to copy at each change, and to stay in the cache of the CPU."""
-
 MIN_LATER = 4096
 """Values that are always kept unsorted next to the sorted ones; of many, also one in 16."""
 
 _ALIGNED = 64
-_SPARSE = 8  # a chunk is sparse if fewer than one row in 8 has the attribute
 _LOOKUP_RATIO = 16  # fewer than one row in 16 are looked up one by one
-_MAX_COMPARED_SPANS = 4  # up to this number of spans, comparing is faster than a lookup table
 _MAX_COUNTS = 2**18  # codes up to which a change updates counts instead of counting all rows
 _VERIFIED_BELOW = 64 * 2**20  # bytes of a file whose checksum is verified
 
 Attributes = Mapping[str, AttributeValue]
-Codes = NDArray[np.unsignedinteger[Any]]
-Find = Callable[[Codes], NDArray[np.bool_]]
-Span = tuple[int, int]
-"""A range of codes: the first, and the one after the last."""
 
 
 class Chosen:
@@ -120,6 +113,16 @@ class Dictionary:
                 codes[value] = code
         return np.fromiter(map(codes.__getitem__, values), np.uint32, len(values))
 
+    def have(self, codes: Codes, values: Sequence[Scalar]) -> NDArray[np.bool_]:
+        """Whether each of these codes (N,) is that of the value; much faster than `codes_of`."""
+        found, is_later = np.zeros(len(codes), np.bool_), codes > len(self.values)
+        for index in np.flatnonzero(is_later).tolist():
+            found[index] = self._codes.get(values[index]) == codes[index]
+        first = np.flatnonzero(~is_later & (codes > 0))
+        wanted = [values[index] for index in first.tolist()]
+        found[first] = are_at(codes[first].astype(np.int64) - 1, wanted, self.values, self.type)
+        return found
+
     def sorted_later(self) -> tuple[list[Scalar], Ids]:
         """The later values, ascending, and their codes."""
         with self._lock:
@@ -131,117 +134,6 @@ class Dictionary:
                 )
                 self._sorted = [self.later[n] for n in order], np.array(order, np.int64) + first
             return self._sorted
-
-
-class Chunk:
-    """The codes of `CHUNK` rows, of which the last may be omitted if they have no value.
-
-    rows: None for a dense chunk, which has one code per row. A sparse chunk has the row of each
-        code, counted within the chunk, ascending; a row with several values occurs once for each.
-    """
-
-    def __init__(self, codes: Codes, rows: NDArray[np.uint32] | None = None) -> None:
-        self.codes = codes
-        self.rows = rows
-
-    @classmethod
-    def of(cls, rows: NDArray[np.uint32], codes: Codes, size: int) -> "Chunk":
-        """A chunk of `size` rows from entries (E,) with a row and a code each."""
-        if not len(rows):
-            return NOTHING
-        codes = codes.astype(np.min_scalar_type(int(codes.max())))
-        if _SPARSE * len(rows) < size or _is_repeated(rows):
-            return cls(codes, rows)
-        dense = np.zeros(size, codes.dtype)
-        dense[rows] = codes
-        return cls(dense)
-
-    @cached_property
-    def present(self) -> int:
-        """Number of rows with a value."""
-        if self.rows is None:
-            return int(np.count_nonzero(self.codes))
-        return int(np.count_nonzero(np.diff(self.rows, prepend=np.uint32(2**32 - 1))))
-
-    def entries(self) -> tuple[NDArray[np.uint32], Codes]:
-        """The row and the code of each value (E,)."""
-        if self.rows is not None:
-            return self.rows, self.codes
-        rows = np.flatnonzero(self.codes).astype(np.uint32)
-        return rows, self.codes[rows]
-
-    def having(self, find: Find) -> Bits:
-        """Bitmap of the rows with a code that `find` accepts, at most `CHUNK` bits."""
-        if self.rows is None:
-            return packed_bits(find(self.codes))
-        flags = np.zeros(CHUNK, np.bool_)
-        # Indexing with a boolean mask takes three times as long.
-        flags[self.rows.take(np.flatnonzero(find(self.codes)))] = True
-        return packed_bits(flags)
-
-    def at(self, rows: Ids) -> tuple[Codes, int]:
-        """The codes of these rows (N,), and the number of them that have a value."""
-        starts, ends = self.ranges(rows)
-        lengths = ends - starts
-        codes = self.codes.take(numbers_in(starts, lengths))
-        return codes, int(np.count_nonzero(codes if self.rows is None else lengths))
-
-    def among(self, flags: NDArray[np.bool_]) -> tuple[Codes, int]:
-        """The codes of the rows in a mask of this chunk, and the number of rows with a value.
-
-        The codes of all other rows are 0.
-        """
-        if self.rows is None:
-            size = min(len(flags), len(self.codes))
-            codes = self.codes[:size] * flags[:size]
-            return codes, int(np.count_nonzero(codes))
-        is_chosen = flags.take(self.rows)
-        is_first = np.diff(self.rows, prepend=np.uint32(2**32 - 1)) != 0
-        return self.codes * is_chosen, int(np.count_nonzero(is_chosen & is_first))
-
-    def ranges(self, rows: Ids) -> tuple[Ids, Ids]:
-        """The start and end of the codes of each of these rows (N,)."""
-        if self.rows is None:
-            starts = np.minimum(rows, len(self.codes))
-            return starts, np.minimum(rows + 1, len(self.codes))
-        # Convert these rows, or searchsorted would convert all of `self.rows`.
-        own = rows.astype(self.rows.dtype)
-        return np.searchsorted(self.rows, own, "left"), np.searchsorted(self.rows, own, "right")
-
-    def put(self, rows: Ids, codes: Codes, size: int) -> tuple["Chunk", Codes]:
-        """This dense chunk, now of `size` rows, with new codes of some rows (R,), 0 for no value.
-
-        Returns the chunk itself if nothing differs. The second result are the earlier codes.
-        """
-        known = self.codes
-        if len(known) < size:
-            known = np.concatenate([known, np.zeros(size - len(known), known.dtype)])
-        before = known[rows]
-        if (before == codes).all():
-            return self, before
-        known = known.astype(np.promote_types(known.dtype, np.min_scalar_type(int(codes.max()))))
-        known[rows] = codes
-        return Chunk(known), before
-
-    def changed(
-        self, touched: Ids, rows: NDArray[np.uint32], codes: Codes, size: int
-    ) -> tuple["Chunk", Codes]:
-        """As `put`, for all chunks: the `touched` rows (T,) have these entries (E,), ascending."""
-        own_rows, own_codes = self.entries()
-        flags = np.zeros(CHUNK, np.bool_)
-        flags[touched] = True
-        is_touched = flags[own_rows]
-        before = own_codes[is_touched]
-        if np.array_equal(own_rows[is_touched], rows) and np.array_equal(before, codes):
-            return self, before
-        all_rows = np.concatenate([own_rows[~is_touched], rows])
-        all_codes = np.concatenate([own_codes[~is_touched], codes])
-        order = np.argsort(all_rows, kind="stable")
-        return Chunk.of(all_rows[order], all_codes[order], size), before
-
-
-NOTHING = Chunk(np.empty(0, np.uint8), np.empty(0, np.uint32))
-"""The chunk without values."""
 
 
 class Column:
@@ -261,7 +153,7 @@ class Column:
     ) -> "Column":
         """A column of `size` rows from entries (E,) with a row, ascending, and a code each."""
         chunks = []
-        for start, first, end in _starts(rows, size):
+        for start, first, end in starts_of(rows, size):
             own = (rows[first:end] - start).astype(np.uint32)
             chunks.append(Chunk.of(own, codes[first:end], min(CHUNK, size - start)))
         return cls(dictionary, chunks)
@@ -307,7 +199,7 @@ class Column:
 
     def _chunks_of(self, rows: Ids) -> Iterator[tuple[Chunk, Ids]]:
         """The chunks of these rows, ascending, and the rows counted within each chunk."""
-        for start, first, end in _starts(rows, len(self.chunks) * CHUNK):
+        for start, first, end in starts_of(rows, len(self.chunks) * CHUNK):
             if first < end:
                 yield self.chunks[start // CHUNK], rows[first:end] - start
 
@@ -357,16 +249,20 @@ class Column:
 
         rows: the row (E,), ascending, of each of the `values`.
         """
+        if not is_repeated(rows):
+            touched, rows, values = self._different(touched, rows, values)
+        if not len(touched) and size <= len(self.chunks) * CHUNK:
+            return self
         codes = self.dictionary.codes_of(values)
         alone = None  # the code of each touched row if none has several
-        if not _is_repeated(rows):
+        if not is_repeated(rows):
             alone = np.zeros(len(touched), np.uint32)
             alone[np.searchsorted(touched, rows)] = codes
         chunks = [*self.chunks]
         chunks += [NOTHING] * (-(-size // CHUNK) - len(chunks))
         before: list[Codes] = [codes[:0]]
-        entries = [slice(first, end) for _, first, end in _starts(rows, size)]
-        for index, (start, first, end) in enumerate(_starts(touched, size)):
+        entries = [slice(first, end) for _, first, end in starts_of(rows, size)]
+        for index, (start, first, end) in enumerate(starts_of(touched, size)):
             if first == end:
                 continue
             chunk, length = chunks[index], min(CHUNK, size - start)
@@ -383,6 +279,21 @@ class Column:
             later.counts = later._count([codes]) - later._count([np.concatenate(before)])
             later.counts[: self.codes] += self.counts
         return later
+
+    def _different(
+        self, touched: Ids, rows: Ids, values: Sequence[Scalar]
+    ) -> tuple[Ids, Ids, Sequence[Scalar]]:
+        """The arguments of `changed` without rows that stay as they are: most attributes of a
+        changed item do.
+        """
+        before = np.zeros(len(touched), np.uint32)  # 0 also after the last chunk
+        parts = [chunk.single(own) for chunk, own in self._chunks_of(touched)]
+        known = np.concatenate([before[:0], *parts])
+        before[: len(known)] = known
+        given, is_same = np.searchsorted(touched, rows), before == 0
+        is_same[given] = self.dictionary.have(before[given], values)
+        kept = np.flatnonzero(~is_same[given])
+        return touched[~is_same], rows[kept], [values[index] for index in kept.tolist()]
 
     def merged(self, *, at_least: int = 1) -> "Column":
         """This column with all values sorted, without unused ones, if that many are not."""
@@ -565,40 +476,3 @@ def _entries(rows: Ids, values: Sequence[AttributeValue | None]) -> tuple[Ids, S
         found_rows += [row] * len(different)
         found += different
     return np.array(found_rows, np.int64), found
-
-
-def _is_repeated(rows: NDArray[np.integer]) -> bool:
-    """Whether one of these rows, ascending, occurs more than once."""
-    return bool((rows[1:] == rows[:-1]).any())
-
-
-def _starts(rows: NDArray[np.integer], size: int) -> Iterator[tuple[int, int, int]]:
-    """The first row of each chunk, and the start and end of its rows among `rows`, ascending."""
-    starts = np.arange(0, size + CHUNK, CHUNK)
-    ends = np.searchsorted(rows, starts.astype(rows.dtype)).tolist()
-    yield from zip(starts.tolist(), ends[:-1], ends[1:], strict=False)
-
-
-def finder(spans: Sequence[Span], others: Ids, codes: int) -> Find:
-    """A function that returns which codes are in one of the spans or in `others` (N,).
-
-    codes: number of codes of the column.
-    """
-    spans = [(first, end) for first, end in spans if first < end]
-    if len(others) or len(spans) > _MAX_COMPARED_SPANS:
-        table = np.zeros(codes + 1, np.bool_)
-        table[others] = True
-        for first, end in spans:
-            table[first:end] = True
-        return lambda codes: table.take(codes, mode="clip")  # takes half as long as mode="raise"
-
-    def found(codes: Codes) -> NDArray[np.bool_]:
-        flags = np.zeros(len(codes), np.bool_)
-        most = np.iinfo(codes.dtype).max
-        for first, end in spans:
-            if first <= most:  # a chunk may have narrower codes than the column
-                # A code below `first` wraps around to a large number, so one comparison suffices.
-                flags |= codes - codes.dtype.type(first) < min(end, most + 1) - first
-        return flags
-
-    return found

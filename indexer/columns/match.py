@@ -9,7 +9,8 @@ import numpy as np
 
 from kinlens.embedder.sources.names import spellings
 from kinlens.indexer.bits import Bits, empty_bits
-from kinlens.indexer.columns.columns import CHUNK, Chunk, Column, Columns, Find, Span, finder
+from kinlens.indexer.columns.chunks import CHUNK, Chunk, Find, Span, finder
+from kinlens.indexer.columns.columns import Column, Columns
 from kinlens.indexer.filters.tree import (
     And,
     Condition,

@@ -169,6 +169,22 @@ def places_of(
     return np.array(found, np.int64), np.array(known, np.bool_)
 
 
+def are_at(
+    places: NDArray[np.int64], wanted: Sequence[Any], values: Values, type_: AttributeType
+) -> NDArray[np.bool_]:
+    """Whether each of the `wanted` values (N,) is the one of the `values` with the index given."""
+    own = packed(wanted, type_)
+    if isinstance(own, Texts) and isinstance(values, Texts):
+        compared = _compared(values, places, own, np.arange(len(own)))
+        return np.equal(compared, 0, dtype=np.bool_)
+    if isinstance(own, Numbers) and isinstance(values, Numbers):
+        ours, others = _alike(own.array, values.array[places])
+        if ours.dtype == others.dtype:
+            return np.asarray(ours == others, np.bool_)
+    pairs = zip(places.tolist(), wanted, strict=True)
+    return np.array([values[place] == value for place, value in pairs], np.bool_)
+
+
 def _places_of_texts(wanted: Texts, texts: Texts) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Bisects for all wanted texts at once."""
     every = np.arange(len(wanted))

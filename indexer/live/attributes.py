@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from kinlens.indexer.bits import Bits, count_of, first_positions
 from kinlens.indexer.catalog.schema import State
-from kinlens.indexer.columns.columns import CHUNK, Chosen, Chunk, Column, Columns
+from kinlens.indexer.columns.chunks import CHUNK, Chunk
+from kinlens.indexer.columns.columns import Chosen, Column, Columns
 from kinlens.indexer.columns.match import (
     Matcher,
     index_of,

@@ -10,14 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kinlens.indexer.columns import columns, match
+from kinlens.indexer.catalog.vectors import RowIds
+from kinlens.indexer.columns import chunks, columns, match
 from kinlens.indexer.entries import Entry
 from kinlens.indexer.filters.text import parse_filter
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.index.plan import IndexSettings
 from kinlens.indexer.live import attributes, keeper
 from kinlens.indexer.types import Grouping, SearchOptions, SortBy
-from kinlens.values import values_in
+from kinlens.values import AttributeType, AttributeValue, values_in
 from tests.indexer.conftest import faults, segment_of
 from tests.indexer.oracle import entry, units
 
@@ -92,7 +93,7 @@ def check(gallery: Gallery, truth: dict[str, Entry], rng: np.random.Generator) -
 def test_attributes_are_right_after_any_changes_compactions_and_openings(
     gallery, monkeypatch, seed: int
 ) -> None:
-    for module in (columns, match, attributes):
+    for module in (chunks, columns, match, attributes):
         monkeypatch.setattr(module, "CHUNK", 64)
     monkeypatch.setattr(columns, "MIN_LATER", 8)
     rng = np.random.default_rng(seed)
@@ -167,6 +168,29 @@ def test_a_changed_attribute_writes_nothing_of_an_index_and_makes_no_compaction_
     assert {file.name: file.stat().st_mtime_ns for file in folder.iterdir()} == before
 
 
+def test_a_changed_value_copies_one_chunk_of_its_own_column(monkeypatch) -> None:
+    """A write has all attributes of the items that it touches; most of them are as before."""
+    for module in (chunks, columns, match, attributes):
+        monkeypatch.setattr(module, "CHUNK", 64)
+    types: dict[str, AttributeType] = {"price": "number", "brand": "text", "tags": "text"}
+    given: list[dict[str, AttributeValue]] = [
+        {"price": n % 40, "brand": f"b{n % 7}", "tags": (f"t{n % 3}", "all")} for n in range(300)
+    ]
+    empty = columns.Columns("", RowIds(np.arange(300), 299), 0, 300, {})
+    before = empty.changed(np.arange(300), given, types, 1, 300)
+    given[70]["price"] = 1000
+    after = before.changed(np.array([3, 70, 200]), [given[n] for n in (3, 70, 200)], types, 2, 300)
+    copied = {
+        (name, index)
+        for name, column in after.columns.items()
+        for index in range(after.chunks)
+        if column.chunk(index) is not before.columns[name].chunk(index)
+    }
+    assert copied == {("price", 1)}
+    assert after.columns["price"].values_at(np.array([69, 70, 71])) == [[29], [1000], [31]]
+    assert before.columns["price"].values_at(np.array([70])) == [[30]]
+
+
 def test_the_values_of_erased_items_leave_the_columns(gallery) -> None:
     gallery.add(entry(f"k{n}", v, {"name": f"secret {n}"}) for n, v in enumerate(units(20)))
     gallery.compact()
@@ -183,7 +207,7 @@ def test_a_condition_does_not_match_items_without_a_value_of_many(
     gallery, monkeypatch, is_reopened: bool
 ) -> None:
     """One chunk has more values than a byte counts, the next one fewer, and gaps."""
-    for module in (columns, match, attributes):
+    for module in (chunks, columns, match, attributes):
         monkeypatch.setattr(module, "CHUNK", 512)
     vectors = units(1024)
     gallery.add([entry(f"a{n}", vectors[n], {"price": n % 400}) for n in range(512)])

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from kinlens.embedder.errors import FilterError
-from kinlens.indexer.columns import columns, match
+from kinlens.indexer.columns import chunks, columns, match
 from kinlens.indexer.filters.json import filter_from_json
 from kinlens.indexer.filters.text import parse_filter
 from kinlens.indexer.filters.tree import And, Equals, Exists, Filter, In, Not, Or, Range, StartsWith
@@ -97,7 +97,7 @@ def test_the_text_and_json_forms_mean_the_same_as_the_classes() -> None:
 def test_a_gallery_finds_exactly_the_items_that_match(gallery, monkeypatch) -> None:
     """Also in columns of many chunks, whose values are sorted several times."""
     monkeypatch.setattr(columns, "MIN_LATER", 20)
-    for module in (columns, match, live):
+    for module in (chunks, columns, match, live):
         monkeypatch.setattr(module, "CHUNK", 64)
     rng = random.Random(2)
     entries = []

@@ -45,10 +45,10 @@ from kinlens.training.config.job import Job, parse_job
 from kinlens.training.data.load import load_split
 from kinlens.training.device import tuned
 from kinlens.training.evaluation.evaluate import evaluate_embeddings
-from kinlens.training.losses.table import LOSSES
 from kinlens.training.report.log import Callback
 from kinlens.training.runner import run_job
 from kinlens.training.state import Run, create_run
+from kinlens.training.terms import LOSSES
 from kinlens.training.trainer import train_step
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))

@@ -13,12 +13,11 @@ from kinlens.embedder.errors import JobError
 from kinlens.training.config.job import Job
 from kinlens.training.distributed import gather
 from kinlens.training.losses.base import matryoshka
-from kinlens.training.losses.table import build_loss
 from kinlens.training.models.embedding import EmbeddingNet
 from kinlens.training.parts.fields import OwnRegularizer
 from kinlens.training.regularizers.base import Regularizer
 from kinlens.training.regularizers.shares import Shares
-from kinlens.training.regularizers.table import build_regularizer
+from kinlens.training.terms import build_loss, build_regularizer
 
 Parts = dict[str, Tensor]
 
@@ -61,7 +60,7 @@ class Objective(nn.Module):
             )
         self.terms: dict[str, Regularizer] = {}
         for name, options in tables.items():
-            self.terms[name] = build_regularizer(name, options, dim)
+            self.terms[name] = build_regularizer(name, options, classes, dim)
             own = "own_" * isinstance(options, OwnRegularizer)
             self.add_module(f"{own}{name}", self.terms[name])
         self.loss_weight = math.prod(term.loss_weight for term in self.terms.values())

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kinlens.training.losses.table import LOSSES
 from kinlens.training.state import create_run
+from kinlens.training.terms import LOSSES
 from kinlens.training.trainer import train_step
 from tests.training.jobs import step_job
 from tests.training.ranks import REGULARIZERS

@@ -15,9 +15,9 @@ from kinlens.training.config.job import Job, job_toml, load_job, parse_job
 from kinlens.training.config.layers import JOBS, job_names, read_file
 from kinlens.training.data.datasets import OFFICIAL
 from kinlens.training.data.samplers import BatchSampler
-from kinlens.training.losses.table import WITH_PROXIES
 from kinlens.training.state import create_run
 from kinlens.training.studies.tournament import load_grid
+from kinlens.training.terms import WITH_PROXIES
 from kinlens.training.trainer import train_step
 from tests.training.jobs import TINY_TRUNK
 

@@ -14,11 +14,11 @@ from kinlens.training.data.records import with_protocol
 from kinlens.training.evaluation.evaluate import pooled
 from kinlens.training.evaluation.retrieval import GAIN, retrieval
 from kinlens.training.folder import Result
-from kinlens.training.losses.table import build_loss
 from kinlens.training.report.notices import verdict_of
 from kinlens.training.runner import run_job
 from kinlens.training.start import WHITENING, set_projection, set_proxies
 from kinlens.training.state import create_run
+from kinlens.training.terms import build_loss
 from tests.training.jobs import Silent, small_job, step_job
 
 

@@ -74,7 +74,7 @@ def without_steps(job: Job, given: Collection[str]) -> list[str]:
 
 def idle(job: Job) -> dict[str, str]:
     """All settings that have no effect whatever their value, with what they need."""
-    from kinlens.training.regularizers.table import REGULARIZERS  # imports torch
+    from kinlens.training.terms import REGULARIZERS  # imports torch
 
     model, optimizer, kind = job.model, job.optimizer, job.sampling.kind
     no_mode = model.weights == "none" and model.backbone in BACKBONE_NAMES
@@ -130,7 +130,7 @@ def idle(job: Job) -> dict[str, str]:
 
 
 def _learns(loss: str) -> bool:
-    from kinlens.training.losses.table import WITH_PROXIES  # imports torch, like the loss
+    from kinlens.training.terms import WITH_PROXIES  # imports torch, like the loss
 
     return loss in (*WITH_PROXIES, "margin")
 

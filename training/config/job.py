@@ -42,7 +42,7 @@ from kinlens.training.parts.own import absolute_path, is_own, own_part, own_path
 
 
 class Loss(Section):
-    """Name and options of a loss of `kinlens.training.losses.table`.
+    """Name and options of a loss of `kinlens.training.terms`.
 
     Options, defaults, bounds and meaning come from the constructor of the loss and its docstring.
     They are read with the first job, not on import, since the losses import torch.
@@ -89,7 +89,7 @@ def proxy_anchor() -> Loss:
 
 @cache
 def _settings() -> dict[str, type[Loss]]:
-    from kinlens.training.losses.table import GIVEN, LOSSES
+    from kinlens.training.terms import GIVEN, LOSSES
 
     return {
         name: options_of(name, kind, Loss, GIVEN, name=(str, name)) for name, kind in LOSSES.items()
@@ -133,7 +133,7 @@ def no_regularizers() -> Regularizers:
 
 @cache
 def _tables() -> type[Regularizers]:
-    from kinlens.training.regularizers.table import GIVEN, REGULARIZERS
+    from kinlens.training.terms import GIVEN, REGULARIZERS
 
     tables: dict[str, Any] = {
         name: (options_of(name, kind, Options, GIVEN) | None, None)
@@ -179,8 +179,7 @@ class Job(Section):
 
     @model_validator(mode="after")
     def _check(self) -> "Job":
-        from kinlens.training.losses.table import WITH_PROXIES  # imports torch, like the loss
-        from kinlens.training.regularizers.table import REGULARIZERS
+        from kinlens.training.terms import REGULARIZERS, WITH_PROXIES  # imports torch
 
         choose_by = self.protocol.choose_by
         if not is_own(self.loss.name):
@@ -207,7 +206,7 @@ class Job(Section):
 
     def check_needs(self, kinds: Mapping[str, Any], has_proxies: bool) -> None:
         """Raises: ValueError if a regularizer, by its class, needs what this job lacks."""
-        from kinlens.training.losses.table import WITH_PROXIES
+        from kinlens.training.terms import WITH_PROXIES
 
         on_proxies = {}
         if self.start.proxies == "class_means":
@@ -267,29 +266,26 @@ def require_own(job: Job) -> None:
 
     A stored job is read without this: a run can be evaluated where its loss is not installed.
     """
-    from kinlens.training.losses import table as losses
-    from kinlens.training.regularizers import table as regularizers
+    from kinlens.training import terms
 
     for path in own_paths(job.as_dict()):
         own_part(path)
     own = [(f"regularizers.own.{name}", table) for name, table in job.regularizers.own.items()]
-    loss_kind: Any = losses.kind_of(job.loss.name)
     for key, table in [("loss", job.loss), *own]:
         if not is_own(table.name) or not inspect.isclass(kind := own_part(table.name)):
             continue
-        given = losses.GIVEN if key == "loss" else regularizers.GIVEN
-        options = options_of(kind.__name__, kind, Section, given)
+        options = options_of(kind.__name__, kind, Section, terms.GIVEN)
         try:
             options.model_validate(table.model_dump(exclude={"name", "matryoshka", "share"}))
         except ValidationError as error:
             found = ({**fault, "loc": (*key.split("."), *fault["loc"])} for fault in error.errors())
             raise JobError(" ".join(explain(fault) for fault in found)) from error
     kinds = {
-        name: regularizers.kind_of(name, options)
+        name: terms.regularizer_kind(name, options)
         for name, options in job.regularizers.wanted().items()
     }
     try:
-        job.check_needs(kinds, losses.has_proxies(loss_kind))
+        job.check_needs(kinds, terms.has_proxies(terms.loss_kind(job.loss.name)))
     except ValueError as error:
         raise JobError(f"{error}.") from error
 

@@ -1,7 +1,7 @@
 """The tables of a job file: default, bounds and meaning of every setting.
 
 The site shows the docstrings as the page "Settings of a job". The options of a loss are those of
-its constructor, see kinlens.training.losses.table.
+its constructor, see kinlens.training.terms.
 """
 
 import logging

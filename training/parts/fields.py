@@ -55,7 +55,7 @@ class Flow(Section):
 
 
 class Options(Section):
-    """A regularizer and its options, see `kinlens.training.regularizers.table`."""
+    """A regularizer and its options, see `kinlens.training.terms`."""
 
     share: Share | None = None
     """Target share of the gradient; without it the weights are fixed."""

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kinlens.training.losses.base import MetricLoss
-from kinlens.training.losses.table import LOSSES, WITH_PROXIES
+from kinlens.training.terms import LOSSES, WITH_PROXIES
 
 CLASSES, DIM = 5, 6
 

@@ -266,7 +266,7 @@ def require_own(job: Job) -> None:
 
     A stored job is read without this: a run can be evaluated where its loss is not installed.
     """
-    from kinlens.training import terms
+    from kinlens.training.terms import GIVEN, has_proxies, loss_kind, regularizer_kind
 
     for path in own_paths(job.as_dict()):
         own_part(path)
@@ -274,18 +274,17 @@ def require_own(job: Job) -> None:
     for key, table in [("loss", job.loss), *own]:
         if not is_own(table.name) or not inspect.isclass(kind := own_part(table.name)):
             continue
-        options = options_of(kind.__name__, kind, Section, terms.GIVEN)
+        options = options_of(kind.__name__, kind, Section, GIVEN)
         try:
             options.model_validate(table.model_dump(exclude={"name", "matryoshka", "share"}))
         except ValidationError as error:
             found = ({**fault, "loc": (*key.split("."), *fault["loc"])} for fault in error.errors())
             raise JobError(" ".join(explain(fault) for fault in found)) from error
     kinds = {
-        name: terms.regularizer_kind(name, options)
-        for name, options in job.regularizers.wanted().items()
+        name: regularizer_kind(name, options) for name, options in job.regularizers.wanted().items()
     }
     try:
-        job.check_needs(kinds, terms.has_proxies(terms.loss_kind(job.loss.name)))
+        job.check_needs(kinds, has_proxies(loss_kind(job.loss.name)))
     except ValueError as error:
         raise JobError(f"{error}.") from error
 

@@ -24,6 +24,7 @@ from kinlens.embedder.errors import (
 )
 from kinlens.embedder.types import Embeddings, Hit
 from kinlens.embedder.views.boxes import AUTO_BOXES
+from kinlens.indexer.galleries import MilvusStore
 from kinlens.indexer.gallery import Gallery as IndexedGallery
 from kinlens.indexer.types import SearchOptions, no_checkpoint
 from kinlens.quality.answers import (
@@ -222,7 +223,7 @@ class Pipeline:
             search_ms = (time.perf_counter() - before) * 1e3
             # If a later version is in memory, the results may be from that.
             whole = served.whole
-            if isinstance(whole, IndexedGallery) and whole.loaded_version == version:
+            if not isinstance(whole, MilvusStore) and whole.loaded_version == version:
                 self.cache.set(key, version.encode() + results)
             self.sampler.offer(served.name, query.k, found, version)
         total_ms = (time.perf_counter() - started) * 1e3

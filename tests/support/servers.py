@@ -111,6 +111,10 @@ class FakeGallery:
         inputs = np.stack([_input_of(data, embedder.preprocessing) for data in photos])
         self._vectors = np.concatenate([FakeEmbedder.embed(embedder, inputs)])
 
+    @property
+    def loaded_version(self) -> str:
+        return self.version
+
     def search(
         self, queries: Embeddings, k: int, options: SearchOptions | None = None
     ) -> list[list[Hit]]:

@@ -148,9 +148,11 @@ def _opened(web_store, tmp_path: Path) -> Gallery:
 def test_without_a_state_folder_images_are_read_each_time(web_store, tmp_path, closes) -> None:
     web_store.write("c.png", IMAGES["c.png"])
     build_gallery(source_at(web_store.address), FakeEmbedder(), tmp_path / "shop")
+    built = len(web_store.requests)
     given = {"create": False, "galleries": (f"shop={tmp_path / 'shop'}",)}
     shop = closes(start_shop(tmp_path / "state", **given, image_cache_bytes=0))
     [link] = links(shop).values()
+    until(lambda: len(web_store.requests) == built + 1)  # the service asks whether it answers
     before = len(web_store.requests)
     for _ in range(2):
         assert shop.client.get(link).content == IMAGES["c.png"]

@@ -1,4 +1,7 @@
-"""Jobs run in processes of their own and always reach a final state."""
+"""Jobs run in processes of their own and always reach a final state.
+
+What they do is tested in this process, where it is not their end that matters.
+"""
 
 import contextlib
 import hashlib
@@ -49,6 +52,7 @@ def first_process(job: Job) -> int:
     return os.getpgid(processes_of(job)[0])
 
 
+@pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize(("photo_count", "attribute"), [(2, "class"), (4, "brand")])
 def test_a_golden_set_of_twenty_queries_decides(shop, photo_count: int, attribute: str) -> None:
     golden = GoldenSet(shop.path)
@@ -80,6 +84,7 @@ def test_a_golden_set_of_twenty_queries_decides(shop, photo_count: int, attribut
     assert golden.queries() == queries
 
 
+@pytest.mark.usefixtures("in_process")
 def test_damaged_bundles_are_passed_over(shop) -> None:
     folder, _ = known_bundles(shop.state, None)[shop.new.bundle_id]
     damaged = folder.with_name("copy")
@@ -101,6 +106,7 @@ def test_damaged_bundles_are_passed_over(shop) -> None:
     assert Bundle.open(folder).bundle_id == shop.new.bundle_id
 
 
+@pytest.mark.usefixtures("in_process")
 def test_a_refused_candidate_can_be_swapped_in_with_later_changes(shop) -> None:
     job = shop.start("rebuild", bundle_id=shop.new.bundle_id[:12], class_attribute="brand")
     report = shop.succeeded(job)
@@ -120,6 +126,7 @@ def test_a_refused_candidate_can_be_swapped_in_with_later_changes(shop) -> None:
         shop.manager.swap(job.id, "test")
 
 
+@pytest.mark.usefixtures("in_process")
 def test_the_limit_of_missing_images_holds_at_rebuild_and_swap(shop) -> None:
     (shop.photos / "class-0/0.png").unlink()
     rebuild = {"bundle_id": shop.new.bundle_id, "swap": "never"}
@@ -234,7 +241,7 @@ def test_a_training_that_fails_says_why(shop) -> None:
     assert shop.bundle_id() == shop.old.bundle_id
 
 
-def test_a_training_uses_named_data_and_weights_and_exports_a_map_as_the_old_model(
+def test_a_training_uses_named_data_and_weights_and_has_a_map_and_a_detector_as_the_old_model(
     tmp_path: Path, tiny_bundle: Bundle, new_bundle: Bundle
 ) -> None:
     known = MapFile(sum_difference=0.0, difference=0.0)
@@ -245,7 +252,8 @@ def test_a_training_uses_named_data_and_weights_and_exports_a_map_as_the_old_mod
         tiny_bundle.golden_vectors(),
     )
     mapped = write_bundle(tmp_path / "mapped", manifest, model, *golden, files={MAP: model})
-    shop = JobShop(tmp_path / "shop", mapped, new_bundle)
+    old = with_detector(mapped, tmp_path / "old")
+    shop = JobShop(tmp_path / "shop", old, new_bundle)
     file, folder = tmp_path / "mobilenet.pth", tmp_path / "shoes"
     shop.reopen(training_weights=(f"mobilenet={file}",), training_data=(f"shoes={folder}",))
 
@@ -257,21 +265,10 @@ def test_a_training_uses_named_data_and_weights_and_exports_a_map_as_the_old_mod
     assert f'model.weights="{file}"' in named
     assert f'data.root="{folder}"' in named or f'root = "{folder}"' in named
     assert "--map" in record(shop, job, "exported")
-    with pytest.raises(InvalidParameterError, match=r"Known are: .*mobilenet.*TRAINING_WEIGHTS"):
-        shop.start("train", overrides={"model.weights": "weights.pth"})
-    shop.close()
-
-
-def test_a_training_keeps_the_detector_of_the_old_model(
-    tmp_path: Path, tiny_bundle: Bundle, new_bundle: Bundle
-) -> None:
-    old = with_detector(tiny_bundle, tmp_path / "old")
-    shop = JobShop(tmp_path / "shop", old, new_bundle)
-    shop.reopen()
-    job = shop.start("train", swap="never")
-    shop.succeeded(job)
     folder, _ = known_bundles(shop.state, None)[new_bundle.bundle_id]
     assert Bundle.open(folder).manifest.boxes == old.manifest.boxes
+    with pytest.raises(InvalidParameterError, match=r"Known are: .*mobilenet.*TRAINING_WEIGHTS"):
+        shop.start("train", overrides={"model.weights": "weights.pth"})
     shop.close()
 
 
@@ -379,6 +376,7 @@ def test_pages_of_a_log_are_bounded_and_join_to_the_whole(shop, store) -> None:
     assert len(pages) > 2
 
 
+@pytest.mark.usefixtures("in_process")
 def test_a_sync_makes_the_gallery_equal_to_its_folder_or_says_why_not(shop: JobShop) -> None:
     part = shop.photos / "class-1"
     shop.reopen(sync_folders=(f"part={part}", f"other={shop.state}"))
@@ -401,6 +399,7 @@ def test_a_sync_makes_the_gallery_equal_to_its_folder_or_says_why_not(shop: JobS
             shop.start("sync", **params)
 
 
+@pytest.mark.usefixtures("in_process")
 def test_a_sync_that_failed_is_completed_when_it_is_resumed(shop: JobShop) -> None:
     write_photos(shop.photos / "more", classes=2)
     with GalleryFolder(shop.path).locked():

@@ -150,7 +150,7 @@ class Runtime:
     @property
     def galleries(self) -> Mapping[str, Opened]:
         """The galleries by name. Requests must acquire a lease from the registry instead."""
-        return self.reloads.galleries()
+        return {name: served.whole for name, served in self.registry.served.items()}
 
     @property
     def embedder(self) -> ModelFacts:

@@ -111,13 +111,13 @@ def _from_form(request: Request, body: bytes) -> list[NewItem]:
     images, fields = read_form(request, body)
     _check_count(len(images))
     named: dict[str, list[str]] = {"key": [], "attributes": [], "product": [], "keep": []}
-    for name, text in fields:
+    for name, value in fields:
         if name not in named:
             raise InvalidParameterError(
                 f"The form has a field {name[:_SHOWN]!r}; send image, key, attributes, product and "
                 "keep."
             )
-        named[name].append(text)
+        named[name].append(value)
     keys, attributes, products, keep = named.values()
     if keep not in ([], ["true"], ["false"]):
         raise InvalidParameterError(
@@ -137,26 +137,23 @@ def _from_form(request: Request, body: bytes) -> list[NewItem]:
         )
     new = []
     for number, image in enumerate(images):
-        key = keys[number] if keys else None
-        sent, fault = _attributes_in(attributes[number], key) if attributes else (None, None)
         content: Any = image  # as it is, and not as base64
-        item = NewItemModel.model_construct(key=key, data=content, attributes=sent)
-        new.append(_new_item(item, product, keep != ["false"], fault))
+        item = NewItemModel.model_construct(key=keys[number] if keys else None, data=content)
+        text = attributes[number] if attributes else None
+        new.append(_new_item(item, product, keep != ["false"], text))
     return new
 
 
-def _attributes_in(
-    text: str, key: str | None
-) -> tuple[Attributes | None, InvalidParameterError | None]:
-    """The attributes in a field of a form, and what is wrong with them."""
+def _attributes_in(text: str, key: str | None) -> Attributes | None:
+    """The attributes in a field of a form. Raises: InvalidParameterError."""
     try:
         given = parse_json(text.encode() or b"null")
         if given is None or isinstance(given, dict):
-            return given, None
+            return given
         reason = f"{shown(given)} is not an object"
     except (ValueError, InvalidParameterError) as error:
         reason = str(error)
-    return None, InvalidParameterError(
+    raise InvalidParameterError(
         f"attributes{f' of item {key!r:.200}' if key else ''}: {reason.rstrip('.')}; send a JSON "
         "object of texts, numbers and true/false."
     )
@@ -174,23 +171,25 @@ def _new_item(
     item: NewItemModel,
     product: str | None,
     keeps_image: bool,
-    fault: InvalidParameterError | None = None,
+    attributes_text: str | None = None,
 ) -> NewItem:
-    """The item to store, of the product, if any; `fault` is what is wrong with its attributes. A
-    generated key is determined by the product and the image or vector.
+    """The item to store, of the product, if any; a form has its attributes as a text. A generated
+    key is determined by the product and the image or vector.
     """
-    key, data, vector = item.key, b"", b""
+    key, data, vector, fault = item.key, b"", b"", None
     try:
+        if attributes_text is not None:
+            item.attributes = _attributes_in(attributes_text, key)
         if (item.data is None) == (item.vector is None):
             raise InvalidParameterError("The item needs either data or vector; send one of them.")
         if item.data is not None:
             data = base64_content(item.data)
         else:
             vector = vector_content(item.vector)
+        if key is None and product is None:
+            raise InvalidParameterError("The item has no key; send a key, or a product for all.")
     except InvalidParameterError as error:
         fault = error
-    if key is None and product is None and fault is None:
-        fault = InvalidParameterError("The item has no key; send a key, or a product for all.")
     if key is None:
         content = hashlib.sha256(data or vector).hexdigest()[:16]
         key = f"{product}/{content}" if product is not None and (data or vector) else ""

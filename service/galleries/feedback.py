@@ -169,17 +169,17 @@ class FeedbackStore:
         """Store one feedback, and the query image if given; False if the same feedback is already
         stored. It survives a crash of the process; a power failure may lose the last rows.
         """
-        if question.text:
-            return self._add_words(question, item, action)
         today = _today()
-        row = (question.gallery, question.version, question.image, question.item, item, action)
+        row = {"gallery": question.gallery, "version": question.version, "item": item}
+        row |= {"action": action, "day": today.isoformat()}
         with self._transaction() as connection:
-            sql = (
-                "INSERT OR IGNORE INTO feedback"
-                " (gallery, version, picture, query_key, item, action, day)"
-                " VALUES (?, ?, ?, ?, ?, ?, ?)"
-            )
-            is_new = connection.execute(sql, (*row, today.isoformat())).rowcount > 0
+            if question.text:
+                is_new = self._insert(connection, "words", row | {"text": question.text})
+                sql = "DELETE FROM words WHERE number <= (SELECT max(number) FROM words) - ?"
+                connection.execute(sql, (self._max_rows,))
+                return is_new
+            row |= {"picture": question.image, "query_key": question.item}
+            is_new = self._insert(connection, "feedback", row)
             sql = (
                 "DELETE FROM feedback WHERE number <= (SELECT max(number) FROM feedback) - ?"
                 " RETURNING picture"
@@ -215,18 +215,6 @@ class FeedbackStore:
                 found.append(Pair(query, key, item, action))
         return found
 
-    def _add_words(self, question: Question, item: str, action: Action) -> bool:
-        row = (question.gallery, question.version, question.text, item, action)
-        with self._transaction() as connection:
-            sql = (
-                "INSERT OR IGNORE INTO words (gallery, version, text, item, action, day)"
-                " VALUES (?, ?, ?, ?, ?, ?)"
-            )
-            is_new = connection.execute(sql, (*row, _today().isoformat())).rowcount > 0
-            sql = "DELETE FROM words WHERE number <= (SELECT max(number) FROM words) - ?"
-            connection.execute(sql, (self._max_rows,))
-        return is_new
-
     def words(self, gallery: str) -> list[ClickedWords]:
         """The words of queries with the items that were clicked or bought after them, oldest first;
         without those that were called wrong as often.
@@ -258,19 +246,18 @@ class FeedbackStore:
 
         Raises: ItemNotFoundError if it is not among them.
         """
-        self._require_query(gallery, digest)
+        self._require(gallery, digest)
+        row = {"gallery": gallery, "query": digest, "day": _today().isoformat()}
         with self._transaction() as connection:
-            row = (gallery, digest, _today().isoformat())
-            sql = "INSERT OR IGNORE INTO handled VALUES (?, ?, ?)"
-            if connection.execute(sql, row).rowcount == 0:
+            if not self._insert(connection, "handled", row):
                 raise _unknown(digest)
 
     def unhandle(self, gallery: str, digest: str) -> None:
         """Take `handle` back, if it was called. Raises: ItemNotFoundError for an unknown query."""
-        self._require_query(gallery, digest)
         with self._transaction() as connection:
             sql = "DELETE FROM handled WHERE gallery = ? AND query = ?"
             connection.execute(sql, (gallery, digest))
+        self._require(gallery, digest)
 
     def image(self, gallery: str, digest: str) -> bytes:
         """The stored image of a query, a JPEG. Raises: ItemNotFoundError if it was removed."""
@@ -385,19 +372,16 @@ class FeedbackStore:
         except OSError as error:
             raise StateError(f"{self._images} cannot be read: {error}. Check the disk.") from error
 
-    def _require_query(self, gallery: str, digest: str) -> None:
-        """Raises: ItemNotFoundError unless the image or the words are stored."""
-        with self._transaction() as connection:
-            sql = "SELECT 1 FROM feedback WHERE gallery = ? AND picture = ? LIMIT 1"
-            is_image = connection.execute(sql, (gallery, digest)).fetchone() is not None
-            sql = "SELECT DISTINCT text FROM words WHERE gallery = ?"
-            texts = [] if is_image else connection.execute(sql, (gallery,)).fetchall()
-        if is_image:
-            is_stored = (self._images / f"{digest}.jpg").is_file()
-        else:
-            is_stored = any(Question(gallery, "", text=text).digest == digest for [text] in texts)
-        if not is_stored:
+    def _require(self, gallery: str, digest: str) -> None:
+        """Raises: ItemNotFoundError unless a query is left to label."""
+        if digest not in {query.digest for query in self.unlabelled(gallery)}:
             raise _unknown(digest)
+
+    def _insert(self, connection: sqlite3.Connection, table: str, row: Mapping[str, str]) -> bool:
+        """Store a row; False if the same one is stored already."""
+        marks = ", ".join("?" * len(row))
+        sql = f"INSERT OR IGNORE INTO {table} ({', '.join(row)}) VALUES ({marks})"  # noqa: S608
+        return connection.execute(sql, [*row.values()]).rowcount > 0
 
     def _drop_images(self, connection: sqlite3.Connection) -> None:
         named = {name for (name,) in connection.execute("SELECT DISTINCT picture FROM feedback")}

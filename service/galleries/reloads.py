@@ -37,6 +37,7 @@ from kinlens.service.concurrency import (
     KeyedThreads,
     begin_in_thread,
     in_thread,
+    outcome_of,
     too_late,
     within,
 )
@@ -139,11 +140,6 @@ class Reloads:
             self.registry.forget(name)
         await in_thread(self._models.close)
         await in_thread(self._join)
-
-    def galleries(self) -> dict[str, Opened]:
-        """All galleries by name, also before `start`. Requests must use `lease` instead."""
-        served = {name: served.whole for name, served in self.registry.served.items()}
-        return served | {location.name: gallery for location, gallery in self._opened.items()}
 
     async def read(self, limit_s: float, name: str | None = None) -> None:
         """Read a gallery, by default the first, from the disk after this call, and serve it if it
@@ -419,7 +415,7 @@ class Reloads:
     async def _call(self, name: str, work: Callable[[], T]) -> T:
         """Call `work` in a thread; one at a time for each gallery, and for all unknown names."""
         subject = name if name in self._listed else ""
-        return await asyncio.wrap_future(self._openers.submit(work, subject=subject))
+        return await outcome_of(self._openers.submit(work, subject=subject))
 
 
 def probe(gallery: Opened, model: Model) -> tuple[str, bool]:

@@ -95,13 +95,22 @@ function countSoon() {
   count();
 }
 
-// `keep` is trail.push for a new query, trail.replace for the same query with other settings.
-async function search(query, keep) {
+// Cancels the running search for another one. `keep` is trail.push for a new query, trail.replace for the same query
+// with other settings.
+function begin(query, keep) {
   moves += 1;
   running?.controller.abort();
-  const mine = { query, keep, controller: new AbortController() };
-  running = mine;
+  running = { query, keep, controller: new AbortController() };
+  hideError();
+  hideSamples();
+  results.showWaiting(query);
+  showCrops(query.crops);
+  return running;
+}
+
+async function search(query, keep) {
   const focusIsInside = focusIsInResults() || ui.samples.contains(document.activeElement);
+  const mine = begin(query, keep);
   settings.offerCombine(severalOf(query));
   if (isBest(query, settings.view)) {
     const { likes, dislikes, order } = settings.view;
@@ -109,10 +118,6 @@ async function search(query, keep) {
     settings.forgetVotes({ order: "" });
   }
   const wanted = settings.snapshot();
-  hideError();
-  hideSamples();
-  results.showWaiting(query);
-  showCrops(query.crops);
   try {
     const full = await checkedQuery(query);
     const answer = await ask(full, wanted, mine.controller.signal, { promised: settings.promised() });
@@ -145,17 +150,10 @@ function searchNew(query) {
 
 // Lets the user choose one of the boxes that a detector found; without any, searches with the whole photo.
 async function offerBoxes(query) {
-  moves += 1;
-  running?.controller.abort();
-  const mine = { query, keep: trail.push, controller: new AbortController() };
-  running = mine;
+  const mine = begin(query, trail.push);
   const { signal } = mine.controller;
-  hideError();
   hideNotice();
-  hideSamples();
   settings.forgetVotes();
-  results.showWaiting(query);
-  showCrops([]);
   const boxes = await findBoxes(settings.view.gallery, query.image, signal).catch(() => []);
   const crops = running === mine ? await Promise.resolve(results.choose(boxes, signal)).catch(() => []) : [];
   if (running === mine) search({ ...query, crops }, trail.push);

@@ -19,7 +19,6 @@ from kinlens.service.api import (
     jobs,
     operations,
     quality,
-    regions,
     search,
 )
 from kinlens.service.api import galleries as gallery_routes
@@ -92,7 +91,6 @@ def create_app(
     assets = Assets()
     for router in (
         search.router,
-        regions.router,
         gallery_routes.router,
         embeddings.router,
         images.router,

@@ -25,7 +25,7 @@ from kinlens.service.galleries.bundles import Bundles
 from kinlens.service.galleries.feedback import open_feedback, tidy_feedback
 from kinlens.service.galleries.following import Following
 from kinlens.service.galleries.items import Items
-from kinlens.service.galleries.locations import Locations, Opened, open_gallery
+from kinlens.service.galleries.locations import Locations, Opened
 from kinlens.service.galleries.managed import ManagedGalleries
 from kinlens.service.galleries.registry import Served, change
 from kinlens.service.galleries.reloads import Reloads
@@ -130,7 +130,7 @@ class Runtime:
         return Model(backend, self.cache, self.search_threads, batch_size, on_batch)
 
     def _open_galleries(self, primary: str, galleries: Mapping[str, Opened] | None) -> Reloads:
-        settings, metrics = self.settings, self.metrics
+        settings = self.settings
         locations = Locations(settings, galleries)
         self.hidden = locations.hidden()
         if settings.state is None and not locations.list_galleries():
@@ -138,14 +138,7 @@ class Runtime:
                 "There is no gallery. Set at least one folder with --gallery or KINLENS_GALLERIES, "
                 "or a folder for galleries created over HTTP with --state."
             )
-        return Reloads(
-            locations,
-            self.models,
-            primary,
-            open_gallery=lambda location: open_gallery(location, settings, metrics.observe_milvus),
-            on_failure=lambda name: metrics.reload_failures.labels(name).inc(),
-            on_forget=metrics.forget,
-        )
+        return Reloads(locations, self.models, primary, settings, self.metrics)
 
     @property
     def galleries(self) -> Mapping[str, Opened]:

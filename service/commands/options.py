@@ -143,8 +143,6 @@ def _option(setting: str) -> Any:
         text = text.replace(", separated by commas", "")
         return Annotated[list[str], typer.Option(help=f"{text} Repeatable.")]
     limits = f"; {variable.limits}" if variable.limits else ""
-    if variable.default == "false":
-        return Annotated[bool, typer.Option(f"--{setting.replace('_', '-')}", help=text)]
     return Annotated[str, typer.Option(help=f"{text} Default: {variable.default}{limits}.")]
 
 

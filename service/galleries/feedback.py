@@ -316,13 +316,10 @@ class FeedbackStore:
         """Remove the feedback on a gallery, by default on all; the number of removed rows."""
         with self._transaction() as connection:
             removed = 0
-            for sql in (
-                "DELETE FROM feedback WHERE gallery = coalesce(?, gallery)",
-                "DELETE FROM words WHERE gallery = coalesce(?, gallery)",
-            ):
-                removed += connection.execute(sql, (gallery,)).rowcount
-            sql = "DELETE FROM handled WHERE gallery = coalesce(?, gallery)"
-            connection.execute(sql, (gallery,))
+            for table in ("feedback", "words", "handled"):
+                sql = f"DELETE FROM {table} WHERE gallery = coalesce(?, gallery)"  # noqa: S608
+                count = connection.execute(sql, (gallery,)).rowcount
+                removed += count if table != "handled" else 0
             self._drop_images(connection)
         return removed
 

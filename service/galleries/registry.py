@@ -46,6 +46,7 @@ from kinlens.service.galleries.locations import (
 )
 from kinlens.service.galleries.uploads import SharedUploads
 from kinlens.service.galleries.view import GalleryView
+from kinlens.service.observe.metrics import Metrics
 
 T = TypeVar("T")
 
@@ -397,8 +398,8 @@ class _Failure:
 class Failures:
     """Galleries that could not be opened; each is retried after a pause that doubles."""
 
-    def __init__(self, on_failure: Callable[[str], None]) -> None:
-        self._on_failure = on_failure
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
         self._failures: dict[str, _Failure] = {}
 
     def verdicts(self) -> dict[str, str]:
@@ -420,7 +421,7 @@ class Failures:
         pause_s = min(2 * last.pause_s, _LONGEST_PAUSE_S) if last and is_again else _FIRST_PAUSE_S
         verdict = verdict or f"generation {generation or 'none'} failed with {type(error).__name__}"
         self._failures[name] = _Failure(generation, verdict, pause_s, time.monotonic() + pause_s)
-        self._on_failure(name)
+        self._metrics.reload_failures.labels(name).inc()
         structlog.get_logger().error(
             "gallery not reloaded", gallery=name, generation=generation, exc_info=error
         )

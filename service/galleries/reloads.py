@@ -42,8 +42,16 @@ from kinlens.service.concurrency import (
     within,
 )
 from kinlens.service.encoding.model import Model, Models
-from kinlens.service.galleries.locations import GalleryLocation, Locations, Opened, Stamp
+from kinlens.service.galleries.locations import (
+    GalleryLocation,
+    Locations,
+    Opened,
+    Stamp,
+    open_gallery,
+)
 from kinlens.service.galleries.registry import LOCATION_S, Failures, Registry, Served
+from kinlens.service.observe.metrics import Metrics
+from kinlens.service.settings import Settings
 
 T = TypeVar("T")
 
@@ -73,27 +81,25 @@ class Reloads:
         locations: Locations,
         models: Models,
         primary: str,
-        *,
-        open_gallery: Callable[[GalleryLocation], Opened],
-        on_failure: Callable[[str], None],
-        on_forget: Callable[[str], None],
+        settings: Settings,
+        metrics: Metrics,
     ) -> None:
         """Open all galleries and their embedders. A managed gallery that cannot be opened is
         skipped; for any other this fails.
 
         primary: the bundle to run while there is no gallery.
-        on_failure: called with the name of a gallery each time that it cannot be opened.
-        on_forget: called with the name of a deleted gallery.
 
         Raises: GalleryError, BundleError.
         """
-        self._failures = Failures(on_failure)
+        self._failures = Failures(metrics)
         self.registry = Registry(models, locations.order, self._failures, self.read)
         self._locations = locations
         self._models = models
         self._primary = primary
-        self._open_gallery = open_gallery
-        self._on_forget = on_forget
+        self._open_gallery = partial(
+            open_gallery, settings=settings, on_call=metrics.observe_milvus
+        )
+        self._metrics = metrics
         self._opened: dict[GalleryLocation, Opened] = {}  # until `start` serves them
         self._listed: set[str] = set()  # names of the last look
         self._stamps: dict[str, Stamp] = {}  # of each CURRENT when it was last read
@@ -379,7 +385,7 @@ class Reloads:
         """Stop serving a gallery that was deleted."""
         self._stamps.pop(name, None)
         self.registry.forget(name)
-        self._on_forget(name)
+        self._metrics.forget(name)
 
     def _close(self, location: GalleryLocation, gallery: Opened) -> None:
         """Close a gallery in another thread: it may take as long as a compaction."""

@@ -6,6 +6,7 @@ from typing import Any
 import structlog
 
 from kinlens.embedder.errors import InvalidParameterError
+from kinlens.models import GuaranteeModel
 from kinlens.quality.answers import Guaranteed
 from kinlens.quality.guarantee import Guarantee, Vector, decision_rule, set_rule
 from kinlens.service.galleries.registry import Served
@@ -74,15 +75,10 @@ def offered(served: Served) -> dict[str, float | None]:
 
 def described(found: Guaranteed) -> dict[str, Any]:
     """The fields of an answer about what it guarantees."""
-    fields: dict[str, Any] = {
-        "queries": found.queries,
-        "source": found.source,
-        "product": found.product,
-    }
     members = [
         {"value": group.value, "key": group.hits[0].key, "score": round(group.score, 6)}
         for group in found.groups
     ]
-    fields |= {"level": found.level, "holds": found.holds, "cut": found.cut, "groups": members}
-    fields |= {"none": found.none, "accept": found.accept, "confidence": found.confidence}
+    names = GuaranteeModel.model_fields.keys()
+    fields = {name: members if name == "groups" else getattr(found, name) for name in names}
     return {"accepted": found.accepted, "guarantee": fields}

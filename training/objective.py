@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from kinlens.embedder.errors import JobError
 from kinlens.training.config.job import Job
@@ -132,38 +131,18 @@ class Objective(nn.Module):
 
 
 class TrainingStep(nn.Module):
-    """Network and objective as one module, so that one backward pass covers both on all ranks.
+    """Network and objective as one module, so that one backward pass covers both on all ranks."""
 
-    With `chunk` that many images pass the network at a time, and no activations are kept. The
-    backward pass computes the features of a chunk once more, with the same random numbers, and
-    continues with their cached gradient. So the gradient is that of the whole batch.
-
-    References:
-        Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup (Gao et al., 2021),
-        section 3. https://arxiv.org/abs/2101.06983
-    """
-
-    def __init__(self, net: EmbeddingNet, objective: Objective, chunk: int | None) -> None:
+    def __init__(self, net: EmbeddingNet, objective: Objective) -> None:
         super().__init__()
         self.net = net
         self.objective = objective
-        self.chunk = chunk
 
     def forward(self, images: Tensor, labels: Tensor) -> Terms:
         """This rank's images, or pooled features (B, C), and labels (B,) to all terms."""
         net = self.net
-        features = gather(self._features(images) if images.ndim == 4 else net.project(images))
+        features = gather(net.features(images) if images.ndim == 4 else net.project(images))
         if not features.requires_grad:  # the whole network is frozen
             features = features.detach().requires_grad_()
         terms: Terms = self.objective(net, features, gather(labels))
         return terms
-
-    def _features(self, images: Tensor) -> Tensor:
-        if self.chunk is None or not torch.is_grad_enabled():
-            return self.net.features(images)
-        parts: list[Tensor] = []
-        for part in torch.split(images, self.chunk):
-            features = checkpoint(self.net.features, part, use_reentrant=False)
-            assert isinstance(features, Tensor)
-            parts.append(features)
-        return torch.cat(parts)

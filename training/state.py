@@ -97,7 +97,7 @@ class Run:
             if group["name"] == "trunk":
                 for parameter in group["params"]:
                     parameter.requires_grad_(not trunk_frozen)
-        model: nn.Module = TrainingStep(self.net, self.objective, self.job.optimizer.chunk)
+        model: nn.Module = TrainingStep(self.net, self.objective)
         if world() > 1:
             ids = [self.device] if self.device.type == "cuda" else None
             model = DistributedDataParallel(model, device_ids=ids)

@@ -98,7 +98,6 @@ def idle(job: Job) -> dict[str, str]:
         "input.min_crop_area": (job.input.crop == "fixed", 'set input.crop = "area"'),
         "sampling.per_class": (kind == "random", 'set sampling.kind = "balanced"'),
         "sampling.pairs": (kind in ("random", "balanced"), 'set sampling.kind = "paired"'),
-        "optimizer.chunk": (model.frozen_trunk, "set model.frozen_trunk = false"),
         "optimizer.lr_flows": (
             not own and not job.regularizers.wanted().keys() & {"determinant", "non_isotropy"},
             "no regularizer has a flow",

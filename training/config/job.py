@@ -191,11 +191,6 @@ class Job(Section):
             raise ValueError(
                 f'start.projection = "{self.start.projection}" needs a projection; set model.dim'
             )
-        if self.optimizer.chunk is not None and self.model.batch_norm == "train":
-            raise ValueError(
-                f"optimizer.chunk = {self.optimizer.chunk} cuts batches into parts, in which batch "
-                'norm has other statistics; set model.batch_norm = "frozen" or "folded"'
-            )
         if choose_by != "last" and 1 not in self.recall_at:
             raise ValueError(f"recall_at = {list(self.recall_at)} lacks 1; R@1 chooses the model")
         if choose_by in ("validation", "test") and not self.runtime.eval_every_epochs:
@@ -324,6 +319,7 @@ _RETIRED: dict[str, Any] = {
     "loss.over_batch": "sum",
     "loss.pairs": "all",
     "model.hidden": None,
+    "optimizer.chunk": _ANY,
     "sampling.confused": _ANY,
 }
 """Settings that stored jobs have and this version has not, with the value that is left."""

@@ -265,9 +265,6 @@ class Optimizer(Section):
     batch_size: int = Field(90, ge=2)
     """Images of a batch, over all processes. A multiple of `sampling.per_class` under `balanced`,
     of twice that under `paired`."""
-    chunk: int | None = Field(None, ge=1)
-    """Images that pass the network at a time, for batches that do not fit into memory, such as
-    1,000. The gradient is that of the whole batch; a step takes about a third longer. None: all."""
     lr_trunk: float = Field(1e-4, ge=0)
     """Learning rate of the trunk."""
     stage_decay: float = Field(1.0, gt=0, le=1)

@@ -254,10 +254,10 @@ class FeedbackStore:
 
     def unhandle(self, gallery: str, digest: str) -> None:
         """Take `handle` back, if it was called. Raises: ItemNotFoundError for an unknown query."""
+        self._require(gallery, digest)
         with self._transaction() as connection:
             sql = "DELETE FROM handled WHERE gallery = ? AND query = ?"
             connection.execute(sql, (gallery, digest))
-        self._require(gallery, digest)
 
     def image(self, gallery: str, digest: str) -> bytes:
         """The stored image of a query, a JPEG. Raises: ItemNotFoundError if it was removed."""
@@ -370,8 +370,17 @@ class FeedbackStore:
             raise StateError(f"{self._images} cannot be read: {error}. Check the disk.") from error
 
     def _require(self, gallery: str, digest: str) -> None:
-        """Raises: ItemNotFoundError unless a query is left to label."""
-        if digest not in {query.digest for query in self.unlabelled(gallery)}:
+        """Raises: ItemNotFoundError unless the image or the words are stored."""
+        with self._transaction() as connection:
+            sql = "SELECT 1 FROM feedback WHERE gallery = ? AND picture = ? LIMIT 1"
+            is_image = connection.execute(sql, (gallery, digest)).fetchone() is not None
+            sql = "SELECT DISTINCT text FROM words WHERE gallery = ?"
+            texts = [] if is_image else connection.execute(sql, (gallery,)).fetchall()
+        if is_image:
+            is_stored = (self._images / f"{digest}.jpg").is_file()
+        else:
+            is_stored = any(Question(gallery, "", text=text).digest == digest for [text] in texts)
+        if not is_stored:
             raise _unknown(digest)
 
     def _insert(self, connection: sqlite3.Connection, table: str, row: Mapping[str, str]) -> bool:

@@ -7,6 +7,7 @@ A peer of `benchmarks/search.py`, which starts it.
 As its documentation recommends for a model on a CPU: `accelerator="cpu"`, workers as processes (the
 benchmark tries one and one per core, and uses the better), no batching, which only helps a GPU.
 """
+# ruff: noqa: E402
 
 import os
 import sys
@@ -14,9 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import faiss
-import litserve
 import numpy as np
 from fastapi import Request
+
+# LitServe 0.2.19 does not start in an environment with mcp 2.
+sys.modules["mcp"] = None  # type: ignore[assignment]
+import litserve
 
 from kinlens.embedder.engines.models import SessionSettings
 from kinlens.embedder.session import OnnxEmbedder

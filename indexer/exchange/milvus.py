@@ -31,6 +31,7 @@ from kinlens.indexer.entries import (
     Item,
     Schema,
     Written,
+    as_stored,
     checked_keys,
     checked_vectors,
     with_stored,
@@ -43,11 +44,13 @@ from kinlens.indexer.exchange.milvus_collection import (
     Connection,
     MilvusFacts,
     Row,
+    attributes_of,
     batches,
     both,
     content_of,
     entry_of,
     item_of,
+    listed,
     lookups,
     row_of,
 )
@@ -227,7 +230,7 @@ class MilvusStore(VectorStore):
         """The values of each attribute, counted in a random sample of about 10,000 items."""
         now = self._now()
         sample = next(now.pages(now.condition(where), ["number", "attributes"], rows=_SAMPLE), [])
-        given = [row["attributes"] for row in sample]
+        given = list(map(attributes_of, sample))
         return tuple(
             facts_of_spread(name, kind, spread_of(name, given))
             for name, kind in sorted(now.kinds.items())
@@ -240,7 +243,7 @@ class MilvusStore(VectorStore):
         entries = list(entries)
         now = self._now()
         vectors = checked_vectors(entries, now.facts.dim)
-        now.learn(self._checked_types(now, ((entry.key, entry.attributes) for entry in entries)))
+        now.learn(*self._checked_types(now, {entry.key: entry.attributes for entry in entries}))
         written, size = Written(), now.page_rows
         for start in range(0, len(entries), size):
             page = slice(start, start + size)
@@ -258,18 +261,20 @@ class MilvusStore(VectorStore):
 
     def update(self, changes: Mapping[str, Mapping[str, AttributeValue | None]]) -> int:
         now = self._now()
-        given = (
-            (key, {name: value for name, value in change.items() if value is not None})
-            for key, change in changes.items()
-        )
-        kinds = self._checked_types(now, given)
+        stored = {key: as_stored(change) for key, change in changes.items()}
+        given = {
+            key: {name: value for name, value in change.items() if value is not None}
+            for key, change in stored.items()
+        }
+        learnt = self._checked_types(now, given)
         rows = now.strong().known([*changes], ENTRY)
-        now.learn(kinds)
+        now.learn(*learnt)
         changed = []
-        for row in rows:
-            merged = {**row["attributes"], **changes[row["key"]]}
-            attributes = {name: value for name, value in merged.items() if value is not None}
-            if attributes != row["attributes"]:
+        for key, row in zip(changes, rows, strict=True):
+            before = attributes_of(row)
+            kept = {name: value for name, value in before.items() if name not in changes[key]}
+            attributes = kept | given[key]
+            if attributes != before:
                 changed.append({**row, "attributes": attributes})
         now.upsert(changed)
         if changed:
@@ -390,7 +395,7 @@ class MilvusStore(VectorStore):
         options, names = options or SearchOptions(), checked_names(names)
         now = self._now()
         rows = counted_rows(now, query, options, _with_prefix(prefix), names)
-        given = [row["attributes"] for row in rows if int(row["number"]) not in options.exclude]
+        given = [attributes_of(row) for row in rows if int(row["number"]) not in options.exclude]
         if not rows and not now.count():
             return {name: Facet() for name in names}
         for name in names:
@@ -401,17 +406,17 @@ class MilvusStore(VectorStore):
         self._connection.close()
 
     def _checked_types(
-        self, now: Collection, given: Iterable[tuple[str, Mapping[str, AttributeValue]]]
-    ) -> Schema:
-        """The types of all attributes after items with these keys get these attributes.
+        self, now: Collection, given: Mapping[str, Mapping[str, AttributeValue]]
+    ) -> tuple[Schema, set[str]]:
+        """The types of all attributes after items with these keys get these attributes, and those
+        of which some get several values.
 
-        Raises: InvalidParameterError for a list, or a value of another type than an item has.
+        Raises: InvalidParameterError for a value of another type than an item has.
         """
         types = AttributeTypes(now.kinds, self.has_attribute)
-        for key, attributes in given:
-            refuse_lists(key, attributes)
+        for key, attributes in given.items():
             types.check(key, attributes)
-        return types.types
+        return types.types, set().union(*map(listed, given.values()))
 
     def _now(self) -> Collection:
         """The current generation. Raises: BundleMismatchError if it has another bundle."""
@@ -440,7 +445,7 @@ def _upsert_entries(
             content = content_of(vector)  # another id
         else:
             new |= {"vector": old["vector"], "number": old["number"]}  # equal content keeps both
-            if all(old[name] == new[name] for name in ITEM):
+            if items[entry.key] == item_of(new):
                 became["unchanged"] += 1
                 continue
             became["updated"] += 1
@@ -479,16 +484,6 @@ def check_name(name: str) -> None:
             f"{name!r:.160} is not a valid gallery name on Milvus. Use a letter, then up to 63 "
             "letters, digits and underscores. It must not end with an underscore and 12 hex digits."
         )
-
-
-def refuse_lists(key: str, attributes: Mapping[str, object]) -> None:
-    """Raise InvalidParameterError for list values, on which Milvus has no range filters."""
-    for name, value in attributes.items():
-        if isinstance(value, list | tuple):
-            raise InvalidParameterError(
-                f"Attribute {name!r} of {key!r:.200} has several values, which a gallery on Milvus "
-                "does not store. Give it one value, or import the gallery into a folder."
-            )
 
 
 def _check_bundle(facts: MilvusFacts, expected_id: str | None) -> None:

@@ -1,7 +1,8 @@
 """A Milvus collection with one generation of a gallery.
 
 The key of an item is the primary key, so every write is an upsert. The collection's properties
-store the facts of the gallery, the type of each attribute, and a mark that every change replaces.
+store the facts of the gallery, the type of each attribute and whether an item may have several
+values of it, and a mark that every change replaces.
 """
 
 import contextlib
@@ -38,6 +39,7 @@ from kinlens.indexer.exchange.milvus_index import (
 )
 from kinlens.indexer.filters.text import Where, as_filter
 from kinlens.indexer.types import OnCall, no_key, unobserved
+from kinlens.values import AttributeValue, plain_attributes
 
 MAX_HITS = 16_384
 """The maximum number of hits per query on Milvus."""
@@ -59,6 +61,7 @@ _ATTEMPTS, _PAUSE_S = 5, 0.2
 _MAX_VALUES = 1_000  # in one expression
 _MAX_ROWS = 65_536  # hits of all queries in one message
 _FACTS, _KIND, _CHANGE = "kinlens.gallery", "kinlens.attribute.", "kinlens.change"
+_SEVERAL = "kinlens.several."
 _NOT_FOUND, _INVALID = 100, 1100  # codes of Milvus
 
 Row = Mapping[str, Any]
@@ -143,6 +146,7 @@ class Collection:
 
     Attributes:
         kinds: the type of each attribute.
+        several: the attributes of which an item has, or had, several values.
         consistency: the consistency level of reads.
     """
 
@@ -150,6 +154,7 @@ class Collection:
     collection: str
     facts: MilvusFacts
     kinds: Schema
+    several: frozenset[str]
     version: str
     consistency: str
 
@@ -167,9 +172,11 @@ class Collection:
                 "import the gallery again."
             ) from exc
         kinds = {n.removeprefix(_KIND): k for n, k in properties.items() if n.startswith(_KIND)}
+        # An attribute that got another type since then had no items in between.
+        several = frozenset(n for n, k in kinds.items() if properties.get(_SEVERAL + n) == k)
         state = f"{collection} {properties.get(_CHANGE)}"
         version = hashlib.sha256(state.encode()).hexdigest()
-        return cls(connection, collection, facts, kinds, version, consistency)
+        return cls(connection, collection, facts, kinds, several, version, consistency)
 
     @classmethod
     def create(cls, connection: Connection, facts: MilvusFacts) -> "Collection":
@@ -206,7 +213,7 @@ class Collection:
         if where is None:
             return ""
         where.check(self.kinds)
-        return expression(where, has_lists=not self.connection.is_local)
+        return expression(where, self.several, has_in=not self.connection.is_local)
 
     def query(self, condition: str, fields: Sequence[str]) -> list[Row]:
         """The rows that match, in any order."""
@@ -311,9 +318,15 @@ class Collection:
                         raise
                     time.sleep(_PAUSE_S)
 
-    def learn(self, kinds: Schema) -> None:
-        """Store new attributes, and changed types."""
+    def learn(self, kinds: Schema, several: Iterable[str]) -> None:
+        """Store new attributes and changed types, and of which attributes there are lists."""
         new = {_KIND + name: kind for name, kind in kinds.items() if self.kinds.get(name) != kind}
+        # Of its own property, so that another writer of the same new attribute does not undo it.
+        new |= {
+            _SEVERAL + name: kinds[name]
+            for name in several
+            if name not in self.several or _KIND + name in new
+        }
         if new:
             self._alter(new)
 
@@ -434,15 +447,25 @@ def row_of(entry: Entry, vector: Embeddings) -> dict[str, Any]:
     }
 
 
+def attributes_of(row: Row) -> dict[str, AttributeValue]:
+    """The attributes of a row. In JSON, several values are a list."""
+    return dict(plain_attributes(row["attributes"]))
+
+
+def listed(attributes: Mapping[str, AttributeValue]) -> set[str]:
+    """The attributes with several values."""
+    return {name for name, value in attributes.items() if isinstance(value, tuple)}
+
+
 def item_of(row: Row) -> Item:
     """The item of a row with the fields `ITEM`."""
-    number, attributes = int(row["number"]), dict(row["attributes"])
+    number, attributes = int(row["number"]), attributes_of(row)
     return Item(number, row["key"], row["path"], row["sha256"], attributes, row["format"])
 
 
 def entry_of(row: Row) -> Entry:
     """The entry of a row with the fields `ENTRY`."""
-    vector, attributes = np.asarray(row["vector"], np.float32), dict(row["attributes"])
+    vector, attributes = np.asarray(row["vector"], np.float32), attributes_of(row)
     return Entry(row["key"], vector, row["sha256"], attributes, row["path"], row["format"])
 
 

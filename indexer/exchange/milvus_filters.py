@@ -1,11 +1,12 @@
 """Translate filters to Milvus expressions over the JSON field `attributes`.
 
 A comparison with a missing attribute is false in Milvus 2.3, and null in later versions, which
-`not` does not change. So what is negated also asks whether the attribute exists.
+`not` does not change. So what is negated also asks whether the attribute exists. A comparison with
+a list is false, so the elements of lists are looked up as well.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from kinlens.embedder.errors import FilterError
@@ -21,24 +22,27 @@ from kinlens.indexer.filters.tree import (
     Range,
     StartsWith,
 )
-from kinlens.values import AttributeValue
+from kinlens.values import Scalar
 
 MAX_LEVELS = 40
 """Maximum depth of a filter, in which its conditions count as one level. Milvus limits messages to
 100 levels, and a filter level takes two."""
 
 _MIN_INT = -(2**63)
+_WHOLE = 2**53  # below, a float64 represents every integer exactly
 _Part = tuple[str, int]  # an expression and its depth
 
 
-def expression(where: Filter, *, has_lists: bool = True) -> str:
+def expression(where: Filter, several: Collection[str] = (), *, has_in: bool = True) -> str:
     """The filter as a Milvus expression.
 
-    has_lists: whether the server compares an attribute with a list; else with one value at a time.
+    Args:
+        several: the attributes of which some items have several values.
+        has_in: whether the server compares an attribute with many values at once.
 
-    Raises: FilterError if it is nested too deeply.
+    Raises: FilterError if it is nested too deeply, or compares several values by order or prefix.
     """
-    text, levels = _Writer(has_lists).part(where)
+    text, levels = _Writer(several, has_in).part(where)
     if levels > MAX_LEVELS:
         raise FilterError(
             f"The filter has {levels} nested levels of and, or, not; the limit of Milvus is "
@@ -56,7 +60,8 @@ def one_of(field: str, values: Iterable[str | int]) -> str:
 class _Writer:
     """Writes the parts of a filter. In a negation, each comparison is either true or false."""
 
-    has_lists: bool
+    several: Collection[str]
+    has_in: bool
     is_negated: bool = False
 
     def part(self, where: Filter) -> _Part:
@@ -68,35 +73,48 @@ class _Writer:
         if isinstance(where, Not):
             if isinstance(where.part, Not):
                 return self.part(where.part.part)
-            text, levels = _Writer(self.has_lists, True).part(where.part)
+            text, levels = _Writer(self.several, self.has_in, True).part(where.part)
             return f"not ({text})", levels + 1
         text, levels = self._compared(where)
         return (f"((exists {_field(where.name)}) and {text})" if self.is_negated else text), levels
 
     def _compared(self, where: Equals | In | Range | StartsWith) -> _Part:
         field = _field(where.name)
-        if isinstance(where, Equals):
-            return f"{field} == {literal(where.value)}", 1
-        if isinstance(where, In):
-            return self._one_of(field, where)
+        if isinstance(where, Equals | In):
+            values = where.values if isinstance(where, In) else (where.value,)
+            listed = _having(field, values) if where.name in self.several else []
+            return _joined([*self._equal(field, values), *listed], "or")
+        if where.name in self.several:
+            raise FilterError(
+                f"Items have, or had, several values of {where.name!r}. On Milvus it is then "
+                "compared with =, != and in, not by order or prefix. Use one of these, or import "
+                "the gallery into a folder."
+            )
         if isinstance(where, StartsWith):
             return _prefix(where), 1
         limits = [(f"{field} {SIGNS[n]} {literal(value)}", 1) for n, value in where.limits]
         return _joined(limits, "and")
 
-    def _one_of(self, field: str, where: In) -> _Part:
-        """Split integers and decimals into two lists: Milvus accepts one type per list."""
-        texts = [literal(value) for value in where.values]
-        if not self.has_lists:
-            return _joined([(f"{field} == {text}", 1) for text in texts], "or")
-        decimal = [where.value_type == "number" and not t.lstrip("-").isdigit() for t in texts]
-        lists = [
-            ", ".join(
-                text for text, is_decimal in zip(texts, decimal, strict=True) if is_decimal == d
-            )
-            for d in sorted(set(decimal))
-        ]
-        return _joined([(f"{field} in [{values}]", 1) for values in lists], "or")
+    def _equal(self, field: str, values: Sequence[Scalar]) -> list[_Part]:
+        texts = list(map(literal, values))
+        if len(texts) == 1 or not self.has_in:
+            return [(f"{field} == {text}", 1) for text in texts]
+        return [(f"{field} in [{part}]", 1) for part in _of_one_type(texts)]
+
+
+def _having(field: str, values: Sequence[Scalar]) -> list[_Part]:
+    """Conditions of which one is true of a list with one of these values."""
+    # An integer among decimals is compared as a decimal, but a decimal never as an integer.
+    numbers = [float(v) if type(v) is int and -_WHOLE < v < _WHOLE else v for v in values]
+    texts = _of_one_type(list(map(literal, numbers)))
+    return [(f"json_contains_any({field}, [{part}])", 1) for part in texts]
+
+
+def _of_one_type(texts: Sequence[str]) -> list[str]:
+    """The literals in one list, or integers and others in two: Milvus takes one type per list."""
+    whole = [text for text in texts if text.lstrip("-").isdigit()]
+    others = [text for text in texts if not text.lstrip("-").isdigit()]
+    return [", ".join(part) for part in (whole, others) if part]
 
 
 def _prefix(where: StartsWith) -> str:
@@ -108,7 +126,7 @@ def _prefix(where: StartsWith) -> str:
     return f"{_field(where.name)} like {literal(where.start + '%')}"
 
 
-def literal(value: AttributeValue) -> str:
+def literal(value: Scalar) -> str:
     if isinstance(value, float):
         return repr(value)
     # Milvus parses the sign separately, and the digits of this number alone would overflow.

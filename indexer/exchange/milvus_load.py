@@ -20,7 +20,7 @@ from kinlens.embedder.errors import (
 )
 from kinlens.embedder.types import SHORT
 from kinlens.indexer.entries import AttributeTypes, Entry, checked_vectors
-from kinlens.indexer.exchange.milvus import MilvusStore, check_name, refuse_lists
+from kinlens.indexer.exchange.milvus import MilvusStore, check_name
 from kinlens.indexer.exchange.milvus_collection import (
     ENTRY,
     Collection,
@@ -28,6 +28,7 @@ from kinlens.indexer.exchange.milvus_collection import (
     FreeIds,
     MilvusFacts,
     batches,
+    listed,
     row_of,
 )
 from kinlens.indexer.exchange.milvus_index import (
@@ -37,7 +38,6 @@ from kinlens.indexer.exchange.milvus_index import (
     least_effort,
 )
 from kinlens.indexer.types import GalleryExport, Ids, Progress
-from kinlens.values import AttributeType
 
 _EXACT_BELOW = 200_000  # items up to which every vector is compared
 _LOAD_S = 60.0  # timeout of a request that loads rows
@@ -122,8 +122,7 @@ def _fill(made: Collection, dump: GalleryExport, kind: MilvusIndex, on_progress:
     """
     is_exact = kind == "flat"
     held_out = None if is_exact else HeldOut(dump.entries(), dump.count, dump.dim)
-    count, kinds, shared = _load(made, dump.entries(), held_out, on_progress)
-    made.learn(kinds)
+    count, shared = _load(made, dump.entries(), held_out, on_progress)
     made = made.make_index(kind, count)
     if held_out is not None and held_out.entries:
         strong = made.strong()
@@ -146,21 +145,21 @@ def _fill(made: Collection, dump: GalleryExport, kind: MilvusIndex, on_progress:
 
 def _load(
     made: Collection, entries: Iterable[Entry], held_out: HeldOut | None, on_progress: Progress
-) -> tuple[int, dict[str, AttributeType], Ids]:
-    """Insert all entries except the held-out ones into the collection `made`.
+) -> tuple[int, Ids]:
+    """Insert all entries except the held-out ones into the collection `made`, and all types.
 
-    Returns the number of entries, the types of attributes, and the ids of more than one entry.
+    Returns the number of entries, and the ids of more than one entry.
 
     Raises: InvalidParameterError for an invalid entry or a repeated key; EngineUnavailableError.
     """
-    types = AttributeTypes({})
+    types, several = AttributeTypes({}), set[str]()
     excluded = frozenset() if held_out is None else held_out.keys
     keys, numbers = [np.empty(0, np.int64)], [np.empty(0, np.int64)]  # by page
     for page in batches(entries, made.page_rows):
         vectors = checked_vectors(page, made.facts.dim)
         for entry in page:
-            refuse_lists(entry.key, entry.attributes)
             types.check(entry.key, entry.attributes)
+            several |= listed(entry.attributes)
         own = [n for n, entry in enumerate(page) if entry.key not in excluded]
         if held_out is not None:
             held_out.see(vectors[own])
@@ -172,7 +171,8 @@ def _load(
         on_progress(len(page))
     if len(_repeated(keys)):
         raise InvalidParameterError("A key occurs twice. Give each item its own key.")
-    return sum(map(len, keys)), types.types, _repeated(numbers)
+    made.learn(types.types, several)
+    return sum(map(len, keys)), _repeated(numbers)
 
 
 def _separate(made: Collection, numbers: Ids) -> None:

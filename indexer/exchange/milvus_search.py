@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -15,11 +16,12 @@ from kinlens.indexer.exchange.milvus_collection import (
     MAX_HITS,
     Collection,
     Row,
+    attributes_of,
     both,
     item_of,
 )
 from kinlens.indexer.exchange.milvus_index import is_exact
-from kinlens.indexer.filters.tree import In, check_attribute, check_boosted
+from kinlens.indexer.filters.tree import Equals, In, Not, check_attribute, check_boosted
 from kinlens.indexer.live.attributes import Spread
 from kinlens.indexer.live.ranking import Candidate, Pool, Reorder, check_counting, check_search
 from kinlens.indexer.live.reader import MAX_SORTED
@@ -47,11 +49,13 @@ class MilvusSearch:
         return self._best(rows, n, "", self._options.exact)
 
     def outside(self, row: int, values: Sequence[Scalar], n: int) -> Pool:
-        group = f"not ({self._with(values)})" if values else ""
+        # No condition finds lists with a value that is not among these, so all lists are kept.
+        single = replace(self._now, several=frozenset())
+        group = single.condition(Not(In(self._by, tuple(values)))) if values else ""
         return self._best([row], n, group, exact=True)[0]
 
     def inside(self, row: int, value: Scalar, n: int) -> Pool:
-        return self._best([row], n, self._with([value]), exact=True)[0]
+        return self._best([row], n, self._now.condition(Equals(self._by, value)), exact=True)[0]
 
     def vectors(self, ids: Sequence[ItemId]) -> Embeddings:
         """The vectors (N, D) of these items, in their order; zero for those removed since."""
@@ -71,9 +75,6 @@ class MilvusSearch:
             check_used(self._now, order.attribute, "sort by")
         return reorder_of(self._options, self._k, self.vectors, span)
 
-    def _with(self, values: Sequence[Scalar]) -> str:
-        return self._now.condition(In(self._by, tuple(values)))
-
     def _best(self, rows: Sequence[int], n: int, group: str, exact: bool) -> list[Pool]:
         """The `n` best candidates of queries, up to `MAX_HITS`, that match the filter and the
         condition `group`.
@@ -87,7 +88,7 @@ class MilvusSearch:
 
 def _candidate(row: Row) -> Candidate:
     fields, score = row["entity"], float(np.clip(row["distance"], -1, 1))
-    number, attributes = int(fields["number"]), dict(fields["attributes"])
+    number, attributes = int(fields["number"]), attributes_of(fields)
     pictured = has_image(fields["path"], fields["format"])
     return Candidate(number, fields["key"], score, attributes, fields["sha256"], pictured)
 
@@ -132,7 +133,7 @@ def counted_rows(
 
 def spread_of(name: str, given: Sequence[Mapping[str, AttributeValue]]) -> Spread:
     """The value counts of an attribute over items with these attributes."""
-    counts = Counter(value for each in given for value in values_in(each.get(name)))
+    counts = Counter(value for each in given for value in {*values_in(each.get(name))})
     values: list[Any] = sorted(counts)
     missing = sum(name not in each for each in given)
     return Spread(values, np.array([counts[value] for value in values], np.int64), {}, missing)

@@ -30,11 +30,21 @@ from kinlens.embedder.errors import (
 from kinlens.embedder.types import Hit
 from kinlens.indexer.entries import Entry, Written
 from kinlens.indexer.filters.text import parse_filter
-from kinlens.indexer.filters.tree import And, Equals, Filter, In, Not, Or, Range
+from kinlens.indexer.filters.tree import (
+    And,
+    Equals,
+    Exists,
+    Filter,
+    In,
+    Not,
+    Or,
+    Range,
+    StartsWith,
+)
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.store import VectorStore
 from kinlens.indexer.types import CANDIDATES, Boost, Grouping, SearchOptions, SortBy, boost_of
-from kinlens.values import AttributeValue
+from kinlens.values import AttributeValue, values_in
 from tests.indexer.conftest import Run, collections, failure, milvus_client, printed, published
 from tests.indexer.oracle import (
     BUNDLE,
@@ -870,14 +880,133 @@ def test_facets_and_sorted_pages_are_those_of_a_folder(store, gallery, monkeypat
     assert store.facets(["sku"], options=SearchOptions(where=Equals("sale", True)))
 
 
+SEVERAL: dict[str, list[Any]] = {
+    'si"zes\\': ["S", "M", "q\"uo'te", "back\\slash", "new\nline", "%_", "äß😀", ""],
+    "lengths": [0, -1, 7, 7.0, 2.5, -3.25, 1e30, -(2**63), 2**63 - 1, 2**53 + 1],
+    "on": [True, False],
+    "colour": ["red", "blue"],  # never several
+}
+
+
+def lists(count: int, seed: int = 0) -> list[Entry]:
+    """Items with a list, one value, an empty list or nothing of three attributes."""
+    draw, entries = random.Random(seed), []
+    for number, vector in enumerate(units(count, seed)):
+        attributes: dict[str, Any] = {"colour": draw.choice(SEVERAL["colour"])}
+        for name in [*SEVERAL][:3]:
+            one, many = draw.choice(SEVERAL[name]), draw.choices(SEVERAL[name], k=3)
+            own = draw.choice([many, many[:1], one, [], None])
+            attributes |= {} if own is None else {name: own}
+        entries.append(entry(f"key{number}", vector, attributes))
+    return entries
+
+
+def compares_values(where: Filter) -> bool:
+    """Whether it has neither a range nor a prefix."""
+    if isinstance(where, And | Or):
+        return all(map(compares_values, where.parts))
+    return compares_values(where.part) if isinstance(where, Not) else not is_ordered(where)
+
+
+def is_ordered(where: Filter) -> bool:
+    return isinstance(where, Range | StartsWith)
+
+
+def check_lists(store: VectorStore, entries: Sequence[Entry], seed: int) -> None:
+    """Filters, facets, groups and sorted pages equal a scan of each item."""
+    oracle, draw, query = Oracle(store, entries), random.Random(seed), units(1, 5)
+    names = [*SEVERAL][:3]
+    drawn = (random_filter(draw, SEVERAL, 2) for _ in range(120))
+    for where in [*filter(compares_values, drawn)][:25]:
+        options = SearchOptions(where=where)
+        fitting = [e for _, e in oracle.ranked(query[0], options)]
+        assert store.page(0, 0, where).total == len(fitting), where
+        assert [h.key for h in store.search(query, 200, options)[0]] == [e.key for e in fitting]
+        for name, facet in store.facets(names[:1] + names[2:], None, options).items():
+            given = [{*values_in(e.attributes.get(name))} for e in fitting]
+            assert dict(facet.values or ()) == Counter(v for own in given for v in own), where
+            assert facet.missing == sum(not own for own in given)
+    for by, size in product(names, (1, 3)):
+        grouping, options = Grouping(by, size), SearchOptions(where=Exists("colour"))
+        [groups] = store.search_groups(query, 9, grouping, options)
+        assert_groups(groups, oracle.groups(query[0], 9, grouping, options))
+    order = SortBy("lengths", descending=True)
+    values = [order.value_of(e.attributes) for e in entries]
+    known = sorted((v for v in values if v is not None), reverse=True)
+    shown = store.page(0, len(entries), sort_by=order).items
+    assert [order.value_of(item.attributes) for item in shown] == known + [None] * (
+        len(entries) - len(known)
+    )
+
+
+def test_several_values_are_stored_filtered_counted_and_grouped(store: VectorStore) -> None:
+    entries, (text, *_) = lists(120), SEVERAL
+    entries[3] = replace(entries[3], attributes={text: "S", "lengths": [1, 2]})
+    assert store.add(entries) == Written(added=120)
+    assert store.add(entries) == Written(unchanged=120)
+    for found, expected in zip(store.entries([e.key for e in entries]), entries, strict=True):
+        assert same(found, expected)
+    check_lists(store, entries, 1)
+    facts = {fact.name: fact.kind for fact in store.attribute_facts()}
+    assert [facts[name] for name in SEVERAL] == ["text", "number", "boolean", "text"]
+    changes: dict[str, Any] = {
+        "key1": {text: ["S", "S", "XL"], "colour": None},
+        "key2": {text: "XL"},
+        "key3": {text: None, "lengths": []},
+    }
+    assert [store.update(changes), store.update(changes)] == [3, 0]
+    changed = store.stored([*changes])
+    assert [item.attributes.get(text) for item in changed.values()] == [
+        ("S", "S", "XL"),
+        "XL",
+        None,
+    ]
+    assert changed["key3"].attributes.keys().isdisjoint({text, "lengths"})
+    now = {item.key: dict(item.attributes) for item in store.items()}
+    where = Equals(text, "M")
+    fitting = {key for key, own in now.items() if where.matches(own)}
+    assert store.update_where(where, {text: ["L", 'gr"een\\']}) == len(fitting)
+    now |= {key: now[key] | {text: ("L", 'gr"een\\')} for key in fitting}
+    current = [replace(e, attributes=now[e.key]) for e in entries]
+    check_lists(store, current, 2)
+    assert store.remove_where(In(text, ("L", "XL"))) == len(fitting) + 2
+    gone = fitting | {"key1", "key2"}
+    check_lists(store, [e for e in current if e.key not in gone], 3)
+
+
+@milvus_alone
+def test_several_values_are_not_compared_by_order_on_milvus(store: MilvusStore, server) -> None:
+    text, *_ = SEVERAL
+    ordered = [Range("lengths", above=3), Not(Range(text, at_most="M")), StartsWith(text, "S")]
+    with closing(published(server, "several", lists(60))) as loaded:
+        check_lists(loaded, lists(60), 4)
+        version = loaded.version
+        for where in ordered:
+            for call in (
+                lambda where: loaded.search(QUERY, 3, SearchOptions(where=where)),
+                lambda where: loaded.update_where(where, {"colour": "red"}),
+            ):
+                with pytest.raises(FilterError, match=r"several values of .* =, != and in"):
+                    call(where)
+        assert loaded.version == version
+    single = [replace(e, attributes={"weights": n}) for n, e in enumerate(lists(9))]
+    store.add(single)
+    store.update({"key7": {"sizes": [1, 2]}})
+    assert store.page(0, 0, Range("weights", above=3)).total == 5
+    store.update({"key8": {"weights": [1, 2]}})
+    with pytest.raises(FilterError, match="several values of 'weights'"):
+        store.page(0, 0, Range("weights", above=3))
+    store.update({e.key: {"weights": None} for e in single})
+    store.update({"key1": {"weights": "heavy"}})  # another type, of which no item had a list
+    assert store.page(0, 0, StartsWith("weights", "he")).total == 1
+
+
 @milvus_alone
 def test_what_a_gallery_on_milvus_does_not_support_is_refused_by_name(store: MilvusStore) -> None:
     store.add(shop(20))
     version = store.version
     boost = Boost("price", 0.1)
-    several = "has several values, which a gallery on Milvus does not store"
     refused: list[tuple[str, Callable[[], object]]] = [
-        (f"'sizes' of 'a' {several}", lambda: store.add([entry("a", QUERY[0], {"sizes": ["S"]})])),
         (r"16,385.*16,384", lambda: store.search(QUERY, 16_000, SearchOptions(offset=385))),
         ("distinct = true", lambda: store.search(QUERY, 3, SearchOptions(near=0.9))),
         ("needs from and to", lambda: store.search(QUERY, 5, SearchOptions(boost=boost))),
@@ -897,10 +1026,10 @@ def test_a_gallery_moves_to_milvus_by_command_and_comes_back(
     run: Run, built: Path, shop: Path, tmp_path: Path, milvus_server: MilvusServer
 ) -> None:
     there = f"{milvus_server.uri.replace('http', 'milvus')}/moved"
-    run("update", built, "f.gif", "--set", "price:number=5")
+    run("update", built, "f.gif", "--set", "price:number=5", "--set", "sizes:text[]=S|M")
     assert printed(run("import", built, "--out", there, "--json"))["items"] == 6
     ask = ("search", there, "--image", shop / "f.gif", "--bundle", "b", "-k", "1")
-    assert run(*ask).stdout == "1.0000  f.gif  price=5\n"
+    assert run(*ask).stdout == "1.0000  f.gif  price=5, sizes=S|M\n"
     assert run("update", there, "cup/a.png", "--set", "price=7.5").stdout.startswith("1 of 1")
     (shop / "new.png").write_bytes(encoded(photo(99)))
     assert "1 added, 0 replaced" in run("add", there, shop, "--bundle", "b").stdout

@@ -103,12 +103,22 @@ def test_items_are_put_searched_changed_and_removed(server, start, photos) -> No
     small = shop.client.get(f"{hit['image']}&size=160")
     assert small.headers["content-type"] == "image/jpeg"
 
-    changes = {"003": {"colour": "blue", "price": 5}, "004": {"colour": "blue"}}
+    changes = {
+        "003": {"colour": "blue", "price": 5, "sizes": ["S", "M"]},
+        "004": {"colour": "blue", "sizes": "M"},
+    }
     shop.client.patch(f"{shop.url}/items", json={"changes": changes}).raise_for_status()
     assert sorted(keys(shop.search(photos[3], k=9, filter='colour = "blue"'))) == ["003", "004"]
+    [one] = shop.search(photos[3], k=9, filter='sizes = "S"').json()["hits"]
+    assert (one["key"], one["attributes"]["sizes"]) == ("003", ["S", "M"])
+    assert sorted(keys(shop.search(photos[3], k=9, filter='sizes in ("M", "L")'))) == ["003", "004"]
+    ordered = shop.search(photos[3], k=9, filter='sizes > "L"')
+    assert "several values of 'sizes'" in assert_problem(ordered, 422, "invalid-filter")["detail"]
     groups = shop.search(photos[3], k=5, group_by="colour").json()["groups"]
     assert sorted(group["value"] for group in groups) == ["blue", "red"]
-    assert {one["name"] for one in shop.gallery()["attributes"]} == {"colour", "price"}
+    assert {one["name"] for one in shop.gallery()["attributes"]} == {
+        "colour", "price", "sizes",
+    }  # fmt: skip
     similar = shop.client.get(f"{shop.url}/items/{hit['id']}/similar", params={"k": 3})
     assert len(set(keys(similar)) - {"003"}) == 3
     batch = [{"positives": ["004"], "k": 1}, {"positives": ["005"], "k": 2}]

@@ -304,19 +304,22 @@ def best_groups(
     first = _EXPECTED_SIZE * first_count(depth, options)
     fetched = source.fetch(range(rows), first) if rows else []
     return [
-        _Search(source, row, k, depth, grouping, options, vectors_of, reorder).found(pool, first)
+        _Search(source, row, k, depth, pool.ceiling, grouping, options, vectors_of, reorder).found(
+            pool, first
+        )
         for row, pool in enumerate(fetched)
     ]
 
 
 @dataclass(frozen=True)
 class _Search:
-    """A grouped search for one query."""
+    """A grouped search for one query. All items that score above `ceiling` are fetched first."""
 
     source: GroupSource
     row: int
     k: int
     depth: int
+    ceiling: float
     grouping: Grouping
     options: SearchOptions
     vectors_of: VectorsOf
@@ -367,7 +370,7 @@ class _Search:
         """The members to return, given the best members `own` of a group."""
         is_boolean, value = key
         size = self.grouping.size
-        if is_boolean is None or len(own) >= size:
+        if is_boolean is None or any(map(self._follows_all, own[size - 1 :])):
             return own
 
         def settled(pool: Pool) -> list[Candidate] | None:
@@ -380,6 +383,13 @@ class _Search:
 
         [best] = settle(fetch, 1, first_count(size, self.options), settled)
         return best
+
+    def _follows_all(self, member: Candidate) -> bool:
+        """Whether every better member of its group is known. One with several values may have been
+        fetched for another value, without those between that have the value of the group alone.
+        """
+        value = member.attributes.get(self.grouping.by)
+        return member.score > self.ceiling or not isinstance(value, tuple)
 
     def _group(self, key: _Key, members: Sequence[Candidate], score: float) -> Group:
         value = None if key[0] is None else key[1]

@@ -974,6 +974,23 @@ def test_several_values_are_stored_filtered_counted_and_grouped(store: VectorSto
     check_lists(store, [e for e in current if e.key not in gone], 3)
 
 
+def test_members_with_several_values_do_not_hide_better_ones(store: VectorStore) -> None:
+    """The last item is found for its second value, before the second best of its first value."""
+    axes = np.eye(DIM, dtype=np.float32)
+
+    def at(score: float, key: str, attributes: Mapping[str, Any]) -> Entry:
+        return entry(key, score * axes[0] + math.sqrt(1 - score**2) * axes[1], attributes)
+
+    entries = [at(0.99, "best", {"shade": "a"})]
+    entries += [at(0.98 - n / 500, f"many{n}", {"shade": "b"}) for n in range(100)]
+    entries += [at(0.6, "second", {"shade": "a"}), at(0.5, "last", {"shade": ["a", "c"]})]
+    store.add(entries)
+    grouping, expected = Grouping("shade", 2), Oracle(store, entries)
+    [groups] = store.search_groups(axes[:1], 3, grouping)
+    assert [hit.key for hit in groups[0].hits] == ["best", "second"]
+    assert_groups(groups, expected.groups(axes[0], 3, grouping, SearchOptions()))
+
+
 @milvus_alone
 def test_several_values_are_not_compared_by_order_on_milvus(store: MilvusStore, server) -> None:
     text, *_ = SEVERAL

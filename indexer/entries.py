@@ -88,13 +88,9 @@ class Entry:
             object.__setattr__(self, "sha256", hashlib.sha256(content).hexdigest())
 
 
-IMAGELESS = ("", NO_IMAGE)
-"""The formats of items without an image, unless they have a path."""
-
-
 def has_image(path: str, format_: str) -> bool:
     """Whether an item has an image: at a path below the image root, or uploaded."""
-    return bool(path) or format_ not in IMAGELESS
+    return bool(path) or format_ not in ("", NO_IMAGE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,15 @@ from kinlens.indexer.catalog.schema import (
     row_checksum,
 )
 from kinlens.indexer.catalog.vectors import VectorFile, find_sorted
-from kinlens.indexer.entries import IMAGELESS, MAX_KEY, NO_IMAGE, Item, Schema, is_key, is_printable
+from kinlens.indexer.entries import (
+    MAX_KEY,
+    NO_IMAGE,
+    Item,
+    Schema,
+    has_image,
+    is_key,
+    is_printable,
+)
 from kinlens.indexer.types import RESTORE, Ids
 from kinlens.values import AttributeValue, plain_attributes
 
@@ -153,7 +161,7 @@ class CatalogView:
             return None
         attributes = self._attributes_of(rows)
         return {
-            row[0]: (row[1], own, row[3], bool(row[2]) or row[4] not in IMAGELESS)
+            row[0]: (row[1], own, row[3], has_image(row[2], row[4]))
             for row, own in zip(rows, attributes, strict=True)
         }
 

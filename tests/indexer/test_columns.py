@@ -162,6 +162,7 @@ def test_a_changed_attribute_writes_nothing_of_an_index_and_makes_no_compaction_
     assert gallery.update_where("of = '7'", {"sizes": ("S", "M")}) == 3000
     assert gallery.retype_attribute("of", "number") == 3000
     assert gallery.drop_attribute("sizes") == 3000
+    assert gallery.schema() == {"price": "number", "of": "number"}
     assert gallery.page(0, 1, "of = 7").total == 3000
     assert gallery.needs_compaction() is None
     assert segment_of(gallery.path) == folder

@@ -5,6 +5,7 @@ divided by their norm, so that their product is the cosine.
 """
 
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -36,6 +37,7 @@ _VECTORS = ("vector", "embedding", "embeddings", "emb", "features")
 _IMAGE = ("path", "sha256", "format")
 _ROWS = 4096
 _FORMATS = {".parquet": "parquet", ".pq": "parquet", ".arrow": "ipc", ".feather": "ipc"}
+_STREAM, _STREAM_END = b"\xff" * 4, b"\xff" * 4 + bytes(4)
 _NUMPY = ".npy"
 _SUFFIXES = (*_FORMATS, _NUMPY)
 
@@ -177,10 +179,11 @@ class Tables:
 
         if self.table is not None:
             return dataset.dataset(self.table)
-        kind: Any = _FORMATS.get(self.files[0].suffix.lower(), "parquet")
-        if kind == "parquet":
-            checked = dataset.ParquetFragmentScanOptions(page_checksum_verification=True)
-            kind = dataset.ParquetFileFormat(default_fragment_scan_options=checked)
+        if _FORMATS.get(self.files[0].suffix.lower(), "parquet") == "ipc":
+            parts = list(map(_arrow, self.files))
+            return dataset.dataset(parts, schema=parts[0].schema)
+        checked = dataset.ParquetFragmentScanOptions(page_checksum_verification=True)
+        kind = dataset.ParquetFileFormat(default_fragment_scan_options=checked)
         return dataset.dataset([str(file) for file in self.files], format=kind)
 
     def _key_of(self, schema: Any) -> str:
@@ -349,6 +352,24 @@ def is_foreign(file: Path) -> bool:
     return not any(name.startswith(METADATA.encode()) for name in schema.metadata or ())
 
 
+def _arrow(file: Path) -> Any:
+    """An Arrow file, or a stream in a file, as a dataset. Raises: SourceError if it is damaged."""
+    pa = load_pyarrow()
+    from pyarrow import dataset
+
+    with damage_explained(file):
+        with file.open("rb") as opened:
+            start = opened.read(len(_STREAM))
+            opened.seek(-min(len(_STREAM_END), file.stat().st_size), os.SEEK_END)
+            end = opened.read()
+        if start != _STREAM:
+            return dataset.dataset(str(file), format="ipc")
+        if end != _STREAM_END:
+            raise pa.ArrowInvalid("the stream is not complete")
+        with pa.memory_map(str(file)) as mapped:
+            return dataset.dataset(pa.ipc.open_stream(mapped).read_all())
+
+
 def _check_column(file: Path, schema: Any, name: str) -> None:
     """Raise SourceError unless the values of a column can be attributes. Those of different types
     are a struct in an export.
@@ -387,9 +408,8 @@ def _is_text(kind: Any) -> bool:
 
 def _is_list(kind: Any) -> bool:
     types = load_pyarrow().types
-    return any(
-        test(kind) for test in (types.is_list, types.is_large_list, types.is_fixed_size_list)
-    )
+    tests = (types.is_list, types.is_large_list, types.is_fixed_size_list)
+    return any(test(kind) for test in (*tests, types.is_list_view, types.is_large_list_view))
 
 
 def _is_vector(kind: Any) -> bool:

@@ -46,6 +46,30 @@ def test_any_column_of_numbers_is_a_vector(run, tmp_path, width, kind) -> None:
             assert hit.score > 0.999
 
 
+@pytest.mark.parametrize("kind", [pa.list_, pa.list_view, pa.large_list_view])
+def test_streams_and_views_of_arrow_are_imported(run, tmp_path, kind) -> None:
+    sizes = pa.array([["S", "M"], [], None], pa.list_view(pa.string()))
+    vectors = pa.array(VECTORS.tolist(), kind(pa.float32()))
+    table = pa.table({"id": ["1", "2", "3"], "emb": vectors, "sizes": sizes})
+    parts = tmp_path / "parts"
+    parts.mkdir()
+    stream = parts / "stream.arrow"
+    with pa.ipc.new_stream(stream, table.schema) as writer:
+        writer.write_table(table.slice(1), max_chunksize=1)
+    with pa.ipc.new_file(parts / "file.arrow", table.schema) as writer:
+        writer.write_table(table.slice(0, 1))
+    run("import", parts, "--out", tmp_path / "g", "--model", "m")
+    assert items(tmp_path / "g") == {"1": {"sizes": ("S", "M")}, "2": {}, "3": {}}
+    with closing(Gallery.open(tmp_path / "g")) as store:
+        for key, vector in zip("123", VECTORS, strict=True):
+            assert [hit.key for hit in store.search(vector[None], 1)[0]] == [key]
+    whole = stream.read_bytes()
+    for length in (0, 3, len(whole) // 2, len(whole) - 8):  # the last has all its vectors
+        stream.write_bytes(whole[:length])
+        line = failure(run("import", stream, "--out", tmp_path / "h", "--model", "m"))
+        assert f"{stream} is not a valid Arrow file" in line
+
+
 def test_other_columns_are_attributes_of_their_types(run, tmp_path) -> None:
     day = datetime.date(2026, 11, 28)
     table = pa.table(

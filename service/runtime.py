@@ -188,6 +188,7 @@ class Runtime:
         pool: str = "file",
         served: Served | None = None,
         subject: str | None = None,
+        since: float | None = None,
     ) -> T:
         """Run `work` in a thread of `pool` within the request timeout.
 
@@ -197,6 +198,7 @@ class Runtime:
             pool: the name of the pool.
             served: the gallery that it reads from; a hanging gallery is refused at once.
             subject: the file or gallery that may hang, as in `BoundedPool.run`.
+            since: when the timeout began, as in `within`.
 
         Raises: DeadlineExceededError, OverloadedError, any error of `work`.
         """
@@ -204,7 +206,7 @@ class Runtime:
         if served is not None:
             served.refuse_if_hanging(limit_s)
             work = partial(_watched, served, limit_s, work)
-        async with within(limit_s, f"Reading {what}"):
+        async with within(limit_s, f"Reading {what}", since=since):
             return await self.pools[pool].run(work, subject=subject)
 
     async def read_in(self, name: str, what: str, read: Callable[[Served], T]) -> T:

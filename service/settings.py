@@ -344,7 +344,8 @@ class Settings(BaseSettings):
 
     request_timeout_ms: int = Field(default=10_000, ge=1)
     """Limit of a search after its body is read: for parsing, waiting and searching together, even
-    if its gallery switches to another model meanwhile. Reading an image has this limit too.
+    if its gallery switches to another model meanwhile. For a change, parsing its body and making it
+    have this limit each. Reading an image has it too.
     """
     shutdown_timeout_s: int = Field(default=5, ge=1)
     """Grace period for running requests at shutdown."""

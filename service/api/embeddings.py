@@ -179,7 +179,7 @@ async def embeddings(request: Request) -> Response:
         check_dims(sent.dimensions, model.dim)
     if len(sent.input) > 1:
         await account_of(request.scope).owe(len(sent.input))
-    since = request.scope["state"]["read_at"]
+    since = bodies.read_at(request)
     vectors = await while_connected(request, _embedded(runtime, model, sent.input, since))
     rows = [first_numbers(vector, sent.dimensions or model.dim) for vector in vectors]
 

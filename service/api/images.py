@@ -34,7 +34,7 @@ from kinlens.service.concurrency import within
 from kinlens.service.encoding.model import View
 from kinlens.service.galleries.registry import Served
 from kinlens.service.galleries.renditions import SIDES_PX
-from kinlens.service.http.bodies import FORM, IMAGE, JSON, RAW, off_loop, read_body
+from kinlens.service.http.bodies import FORM, IMAGE, JSON, RAW, off_loop, read_at, read_body
 from kinlens.service.http.openapi import FILE, IMAGES, image_docs, problems, search_docs
 from kinlens.service.http.rules import RequestRoute, Route, rule, while_connected
 from kinlens.service.runtime import Runtime
@@ -135,7 +135,7 @@ for _path, _by, _item in ITEM_PATHS:
                 "hit."
             )
         await charge(request, [query])
-        since = request.scope["state"]["read_at"]
+        since = read_at(request)
         answer = await while_connected(request, _explained(runtime, name, ref, query, since))
         return Response(to_json(answer), headers=NO_STORE, media_type=JSON)
 
@@ -241,7 +241,7 @@ async def boxes(request: Request) -> Response:
         return view, sent.gallery
 
     view, gallery = await off_loop(request, read)
-    since = request.scope["state"]["read_at"]
+    since = read_at(request)
     answer = await while_connected(request, _boxes(runtime, view, gallery, since))
     return Response(to_json(answer), headers=NO_STORE, media_type=JSON)
 

@@ -45,7 +45,7 @@ from kinlens.service.api.search import search_of
 from kinlens.service.concurrency import BoundedPool, within
 from kinlens.service.galleries.feedback import FeedbackStore
 from kinlens.service.galleries.registry import Served
-from kinlens.service.http.bodies import FORM, checked, fault, off_loop, parse_json, read_body
+from kinlens.service.http.bodies import FORM, checked, fault, off_loop, parse_json, read_at, read_body
 from kinlens.service.http.openapi import body_docs, problems
 from kinlens.service.http.rules import Route, rule
 from kinlens.service.runtime import Runtime
@@ -111,7 +111,8 @@ async def add(runtime: Service, name: str, request: Request) -> GoldenQuery:
         golden = _golden(served)
         body, _ = await read_body(request, FORM)
         new = await off_loop(request, lambda: _new_query(request, body))
-        async with within(runtime.settings.request_timeout_ms / 1e3, "Embedding the image"):
+        limit_s = runtime.settings.request_timeout_ms / 1e3
+        async with within(limit_s, "Embedding the image", since=read_at(request)):
             await runtime.searching.vectors(served, _query_of(new, new.data))
         [made] = await runtime.change(served, lambda: golden.add([new], served.require_whole()))
     note(request.scope["state"], affected=1)

@@ -47,6 +47,7 @@ from kinlens.service.http.bodies import (
     fault,
     off_loop,
     parse_object,
+    read_at,
     read_body,
 )
 from kinlens.service.http.openapi import batch_docs, parameters_of, problems, search_docs
@@ -255,8 +256,8 @@ async def search(request: Request) -> Response:
     runtime: Runtime = request.app.state.runtime
     query = await read_search(request)
     await charge(request, [query])
-    since = request.scope["state"]["read_at"]
-    answer = await while_connected(request, runtime.searching.search(query, since))
+    searching = runtime.searching.search(query, read_at(request))
+    answer = await while_connected(request, searching)
     return _response(answer, runtime)
 
 
@@ -281,8 +282,8 @@ async def search_batch(request: Request) -> Response:
     read = _batch_of_json if kind == JSON else _batch_of_form
     queries = await off_loop(request, partial(read, request, body))
     await charge(request, queries)
-    since = request.scope["state"]["read_at"]
-    answers = await while_connected(request, runtime.searching.search_all(queries, since))
+    searching = runtime.searching.search_all(queries, read_at(request))
+    answers = await while_connected(request, searching)
     outcomes = b",".join(_outcome(answer, request, runtime) for answer in answers)
     return Response(b'{"answers":[' + outcomes + b"]}", headers=NO_STORE, media_type=JSON)
 
@@ -313,12 +314,12 @@ for _path, _by, _item in ITEM_PATHS:
         await charge(request, [query])
         generation = generation or ref.generation
         query, key = replace(query, gallery=name, like=ref.id, generation=generation), ""
-        since = request.scope["state"]["read_at"]
+        since = read_at(request)
         if runtime.feedback is not None:
             async with runtime.registry.find(name) as served:
                 served.check_generation(generation)
                 read = partial(served.gallery.item, ref.id)
-                key = (await runtime.read("the item", read, served=served)).key
+                key = (await runtime.read("the item", read, served=served, since=since)).key
                 query = replace(query, generation=served.gallery.generation)
         answer = await while_connected(request, runtime.searching.search(query, since))
         return _response(answer, runtime, key)

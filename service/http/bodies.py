@@ -359,13 +359,19 @@ async def read_body(request: Request, *kinds: str) -> tuple[bytes, str]:
     return body, kind
 
 
+def read_at(request: Request) -> float:
+    """When the body was read, or the request came without one: a time of the event loop."""
+    since: float = request.scope["state"]["read_at"]
+    return since
+
+
 async def off_loop(request: Request, work: Callable[[], T]) -> T:
-    """Run `work`, the parsing of a body, in a thread.
+    """Run `work`, the parsing of a body, in a thread, within the limit that begins at `read_at`.
 
     Raises: DeadlineExceededError, OverloadedError, any error of `work`.
     """
     runtime: Runtime = request.app.state.runtime
-    return await runtime.read("the request", work, "body")
+    return await runtime.read("the request", work, "body", since=read_at(request))
 
 
 async def read_model(request: Request, model: type[M]) -> M:

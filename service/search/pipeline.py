@@ -38,7 +38,7 @@ from kinlens.quality.answers import (
 )
 from kinlens.quality.calibration import Calibrated, choose
 from kinlens.quality.guarantee import Guarantee
-from kinlens.service.concurrency import DaemonThreads, SearchThreads, too_late
+from kinlens.service.concurrency import DaemonThreads, SearchThreads, too_late, within
 from kinlens.service.encoding.cache import Cache, Lookup
 from kinlens.service.encoding.model import Known, Model, Stages, View
 from kinlens.service.encoding.workers import Vector
@@ -103,10 +103,8 @@ class Pipeline:
         """
         self.in_flight += 1
         try:
-            async with asyncio.timeout_at(since + self.limit_s):
+            async with within(self.limit_s, *_LIMITED, since):
                 return await self._search(query)
-        except TimeoutError as error:
-            raise too_late(self.limit_s, *_LIMITED) from error
         finally:
             self.in_flight -= 1
 

@@ -234,3 +234,25 @@ def test_parsing_and_what_follows_share_one_limit(
     assert "3 s" in refused.text
     assert "deadline-exceeded" in refused.text
     assert took_s < 4.5, "each had a limit of its own"
+
+
+def test_a_body_that_waits_twice_to_be_read_has_one_limit(start_service, photos) -> None:
+    service = start_service(request_timeout_ms=3_000)
+    pool, again = service.runtime.pools["body"], threading.Event()
+    sent = {"images": [{"data": base64.b64encode(photos[0] + bytes(2**18)).decode()}]}
+    with ThreadPoolExecutor(3) as threads:
+        try:
+            with readers_held(service):
+                begun = time.monotonic()
+                answer = threads.submit(service.client.post, "/search", json=sent)
+                until(lambda: pool.waiting == 1)
+                for _ in range(2):  # they begin before its images are decoded
+                    threads.submit(asyncio.run, pool.run(again.wait))
+                until(lambda: pool.waiting == 3)
+                time.sleep(begun + 2 - time.monotonic())
+            refused = answer.result()
+            took_s = time.monotonic() - begun
+        finally:
+            again.set()
+    assert "3 s" in assert_problem(refused, 503, "deadline-exceeded")["detail"]
+    assert took_s < 4.5, "each wait had a limit of its own"

@@ -45,7 +45,15 @@ from kinlens.service.api.search import search_of
 from kinlens.service.concurrency import BoundedPool, within
 from kinlens.service.galleries.feedback import FeedbackStore
 from kinlens.service.galleries.registry import Served
-from kinlens.service.http.bodies import FORM, checked, fault, off_loop, parse_json, read_at, read_body
+from kinlens.service.http.bodies import (
+    FORM,
+    checked,
+    fault,
+    off_loop,
+    parse_json,
+    read_at,
+    read_body,
+)
 from kinlens.service.http.openapi import body_docs, problems
 from kinlens.service.http.rules import Route, rule
 from kinlens.service.runtime import Runtime

@@ -131,7 +131,8 @@ class Checkpoint:
             require_sources(self.sources, {backbone: source_sha256(backbone)}, "The run")
         changes: dict[str, Any] = {"weights": "none"}
         if job.model.dim == "auto":  # that of the trunk, or of a bundle that may be gone
-            changes["dim"] = len(self.net["projection.weight"])
+            head = "projection.linear" if job.model.hidden else "projection"
+            changes["dim"] = len(self.net[f"{head}.weight"])
         trunk = OnnxTrunk.of(self.net) if job.model.backbone == ONNX else None
         model = job.model.model_copy(update=changes)
         net = EmbeddingNet(model, job.regularizers.with_flow, trunk)

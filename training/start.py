@@ -14,6 +14,7 @@ from kinlens.training.data.records import LabelledImages, Split
 from kinlens.training.evaluation.evaluate import pooled
 from kinlens.training.evaluation.retrieval import mean_by_class, retrieval
 from kinlens.training.losses.base import ProxyLoss
+from kinlens.training.models.embedding import Head
 from kinlens.training.models.from_bundle import bundle_of
 from kinlens.training.state import Run
 
@@ -52,7 +53,8 @@ def start_from_features(run: Run, features: Tensor, labels: NDArray[np.int64]) -
     settings, net = run.job.start, run.net
     features = features.to(run.device)
     if settings.projection != "random" and not continues_model(run.job):
-        layer = net.projection
+        head = net.projection
+        layer = head.linear if isinstance(head, Head) else head
         assert isinstance(layer, nn.Linear)  # the job sets model.dim
         if settings.projection == "trunk":
             set_projection(layer, features)

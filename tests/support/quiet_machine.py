@@ -40,6 +40,7 @@ MODULES = (
 ADAPT = {
     "model.backbone": "timm:test_resnet",
     "model.dim": 16,
+    "model.hidden": 8,
     "model.views": 1,
     "model.batch_norm": "frozen",
     "input.size_px": 32,

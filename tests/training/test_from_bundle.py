@@ -130,6 +130,30 @@ def test_a_dimension_that_is_not_given_is_that_of_the_trunk_or_the_bundle(
     assert net.dim == net.channels == net.projection.weight.shape[0]
 
 
+def test_runs_and_bundles_of_0_2_with_a_hidden_layer_are_read(
+    weights: Path, tmp_path: Path
+) -> None:
+    content = small_job(tmp_path / "products", weights=weights).as_dict()
+    content["model"]["hidden"] = 6
+    exported(parse_job(content), tmp_path)
+    checkpoint = load_checkpoint(tmp_path)
+    checkpoint.job["model"]["dim"] = "auto"
+    net = checkpoint.network()[1]
+    assert net.projection.inner.weight.shape[0] == 6
+    assert net.projection.outer.weight.abs().max() > 0
+    checkpoint.job["model"]["dim"] = 16
+    with mock.patch.object(bundle_module, "folded", lambda net, _: net):
+        split = load_split(parse_job(checkpoint.job).data)
+        made = export_checkpoint(checkpoint, split, tmp_path / "bundle", with_map=True)
+    images = some_images(made)
+    served = OnnxEmbedder.open(made).embed(images)
+    begun = create_run(job_from(made), classes=3).net.cpu().eval()
+    assert np.abs(torch_embed(net, images) - served).max() < 1e-4
+    assert np.abs(torch_embed(begun, images) - served).max() < 1e-4
+    with pytest.raises(CheckpointError, match=r"model\.hidden is 6 in the bundle and None"):
+        create_run(job_from(made, hidden=None), classes=3)
+
+
 @pytest.fixture(scope="module")
 def trunk(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     model = Model(backbone=TINY_TRUNK, weights=str(weights), pooling="gap")

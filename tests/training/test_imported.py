@@ -496,7 +496,7 @@ def test_fit_trains_a_head_with_a_flow_on_an_imported_network(tmp_path: Path) ->
         "name": "head",
         "data": {"kind": "folder", "root": str(shop(tmp_path, 8))},
         "recall_at": [1],
-        "model": {"backbone": "onnx", "weights": str(base.path), "dim": 8},
+        "model": {"backbone": "onnx", "weights": str(base.path), "dim": 8, "hidden": 6},
         "input": {"size_px": SIDE, "resize_px": 36},
         "regularizers": {"determinant": {"flow": {"layers": 2, "hidden": 8}}},
         "optimizer": {"epochs": 1, "batch_size": 4},

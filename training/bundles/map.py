@@ -24,6 +24,7 @@ from kinlens.training.models.embedding import (
     MIN_EXPONENT,
     EmbeddingNet,
     FlowInput,
+    Head,
     Pool,
     torch_embed,
 )
@@ -110,6 +111,9 @@ def parts_through(layer: nn.Module, parts: Tensor) -> Tensor:
         for inner in layer:
             parts = parts_through(inner, parts)
         return parts
+    if isinstance(layer, Head):
+        hidden = parts_through(nn.ReLU(), parts_through(layer.inner, parts))
+        return parts_through(layer.linear, parts) + parts_through(layer.outer, hidden)
     if isinstance(layer, nn.Linear):
         return F.linear(parts, layer.weight) + layer.bias / parts.shape[1]
     if isinstance(layer, FlowInput):

@@ -12,7 +12,7 @@ from kinlens.training.config.layers import names_of
 from kinlens.training.config.settings import BACKBONE_NAMES, ONNX
 from kinlens.training.parts.own import is_own
 
-_OF_STEPS = ("loss", "regularizers", "sampling", "optimizer")
+_OF_STEPS = ("loss", "regularizers", "sampling", "optimizer", "model.hidden")
 _OF_VIEWS = (
     "crop", "min_crop_area", "flip", "colour", "blur_px", "jpeg_quality", "erase", "augment",
 )  # fmt: skip

@@ -318,7 +318,6 @@ _RETIRED: dict[str, Any] = {
     "loss.nu": 0.0,
     "loss.over_batch": "sum",
     "loss.pairs": "all",
-    "model.hidden": None,
     "optimizer.chunk": _ANY,
     "sampling.confused": _ANY,
 }

@@ -132,6 +132,8 @@ class Model(Section):
     views: int = Field(4, ge=1, le=64)
     """With `frozen_trunk`: views of each image. The first is the image as served, the others are
     random crops."""
+    hidden: int | None = Field(None, ge=1)
+    """Width of a second layer of the projection; none: one layer."""
 
     @field_validator("backbone")
     @classmethod
@@ -143,8 +145,8 @@ class Model(Section):
 
     @model_validator(mode="after")
     def _check(self) -> "Model":
-        if self.dim is None and self.frozen_trunk:
-            raise ValueError("frozen_trunk needs a projection; set dim")
+        if self.dim is None and (self.frozen_trunk or self.hidden):
+            raise ValueError("frozen_trunk and hidden need a projection; set dim")
         if self.backbone == ONNX and self.dim is not None and not self.frozen_trunk:
             raise ValueError(
                 "the network of an imported bundle does not learn; set frozen_trunk = true to "

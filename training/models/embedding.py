@@ -82,6 +82,30 @@ class Pool(nn.Module):
             return largest.flatten(1) * mean.pow(1 / p)
 
 
+class Head(nn.Module):
+    r"""A linear layer plus a second path with one hidden layer, (B, C) to (B, D):
+
+    .. math:: y = W x + b + V \, \max(U x + c, 0) + d
+
+    V and d start at 0, so initial weights computed for the linear layer (see training.start) are
+    valid for both.
+    """
+
+    def __init__(self, channels: int, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.linear = linear_layer(channels, dim)
+        self.inner = nn.Linear(channels, hidden)
+        nn.init.kaiming_normal_(self.inner.weight)
+        nn.init.zeros_(self.inner.bias)
+        self.outer = nn.Linear(hidden, dim)
+        for parameter in self.outer.parameters():
+            nn.init.zeros_(parameter)
+
+    def forward(self, pooled: Tensor) -> Tensor:
+        y: Tensor = self.linear(pooled) + self.outer(F.relu(self.inner(pooled)))
+        return y
+
+
 def linear_layer(channels: int, dim: int) -> nn.Linear:
     layer = nn.Linear(channels, dim)
     nn.init.kaiming_normal_(layer.weight, mode="fan_out")
@@ -133,7 +157,10 @@ class EmbeddingNet(nn.Module):
         self.dim = model.dim if isinstance(model.dim, int) else channels
         self.projection: nn.Module = nn.Identity()
         if model.dim is not None:
-            self.projection = linear_layer(channels, self.dim)
+            if model.hidden is None:
+                self.projection = linear_layer(channels, self.dim)
+            else:
+                self.projection = Head(channels, self.dim, model.hidden)
         self.flow_input: nn.Module = nn.Identity()
         self.flow: Chain | None = None
         if determinant is not None:

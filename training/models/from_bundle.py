@@ -89,7 +89,8 @@ def _require_fit(job: Job, bundle: Bundle, made_by: Job | None) -> None:
         "model.backbone": (bundle.manifest.backbone, job.model.backbone)
     }
     if made_by is not None:
-        pairs["model.pooling"] = made_by.model.pooling, job.model.pooling
+        for name in ("hidden", "pooling"):
+            pairs[f"model.{name}"] = getattr(made_by.model, name), getattr(job.model, name)
         if job.model.dim != "auto":
             pairs["model.dim"] = bundle.manifest.dim, job.model.dim
         there, here = (each.regularizers.with_flow for each in (made_by, job))

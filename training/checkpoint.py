@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kinlens.embedder.errors import CheckpointError
-from kinlens.training.config.job import Job, parse_job
+from kinlens.training.config.job import Job, stored_job
 from kinlens.training.config.settings import ONNX
 from kinlens.training.folder import UNTRAINED, replacing
 from kinlens.training.models.backbones import State
@@ -126,7 +126,7 @@ class Checkpoint:
 
     def network(self) -> tuple[Job, EmbeddingNet]:
         """The job and its network (with `trunk_alone` its first trunk), evaluating on the CPU."""
-        job = parse_job(self.job, origin="the job in the checkpoint")
+        job = stored_job(self.job, "the job in the checkpoint")
         if is_own(backbone := job.model.backbone):  # the only own part of a finished model
             require_sources(self.sources, {backbone: source_sha256(backbone)}, "The run")
         changes: dict[str, Any] = {"weights": "none"}

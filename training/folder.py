@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 from kinlens.embedder.durable import lock
 from kinlens.embedder.errors import CheckpointError, JobError, TrainingError
-from kinlens.training.config.job import Job, parse_job
+from kinlens.training.config.job import Job, stored_job
 
 if sys.platform != "win32":
     import fcntl
@@ -188,7 +188,7 @@ def changes(
 
     This alone decides whether two jobs are the same. Raises: JobError if `stored` is no job.
     """
-    before = parse_job(stored, f"the job in {origin}").as_dict()
+    before = stored_job(stored, f"the job in {origin}").as_dict()
     return _differences(by_name(before, free), by_name(job.as_dict(), free))
 
 

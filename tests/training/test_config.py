@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from kinlens.embedder.errors import JobError
-from kinlens.training.config.job import Job, expand_path, load_job
+from kinlens.training.config.job import Job, expand_path, load_job, stored_job
 from kinlens.training.folder import changes
 from kinlens.training.library.sources import job_of
 
@@ -39,6 +39,8 @@ def read(tmp_path: Path, text: str, changes: Sequence[str] = ()) -> Job:
         ),
         (MINIMAL + "[loss]\nname = 'proxy_nca'\nscales = 1\n", "did you mean 'scale'"),
         (MINIMAL + "[loss]\nname = 'margin'\nnu = 0.1\n", "loss.margin.nu: unknown key"),
+        (MINIMAL + "[optimizer]\nchunk = 70\n", "optimizer.chunk: unknown key"),
+        (MINIMAL + "[sampling]\nconfused = 0.5\n", "sampling.confused: unknown key"),
         ("name = ", "is not valid TOML"),
         ("base = 3", "base = 3 must be the name of a job"),
         ('base = "nothing"', "base = 'nothing': No job 'nothing'.*one of: .*shop.*METHOD of .*nir"),
@@ -54,6 +56,7 @@ def test_a_job_that_does_not_fit_says_where(tmp_path: Path, text: str, message: 
     ("override", "message"),
     [
         ("epochs=3", "--set epochs=3: unknown key; did you mean optimizer.epochs?"),
+        ("optimizer.chunk=70", "--set optimizer.chunk=70: unknown key"),
         ("loss.name=proxyanchor", "loss 'proxyanchor' is unknown; did you mean proxy_anchor?"),
         ("loss=arcface", 'loss is a table (given: "arcface"): write loss.name=arcface.'),
         ("optimizer=adam", 'optimizer is a table (given: "adam"): set one of its keys.'),
@@ -160,7 +163,21 @@ def test_a_retired_setting_is_read_with_the_value_that_is_left(tmp_path: Path) -
     assert old == read(tmp_path, text)
     stored = old.as_dict()
     stored["loss"]["nu"] = 0.0
+    stored["optimizer"]["chunk"], stored["sampling"]["confused"] = 70, 0.5  # gone with any value
     assert changes(stored, old) == []
+    assert stored_job(stored, "the job of the run") == old
+
+
+def test_squashed_images_may_be_cut_as_they_need_where_there_is_one_view(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(MINIMAL)
+    of_one_view = ["model.frozen_trunk=true", "model.views=1"]
+    squashed = [*of_one_view, "input.aspect=squashed"]
+    with pytest.raises(JobError, match='needs crop = "fixed"'):
+        job_of(path, squashed)
+    assert job_of(path, [*squashed, "input.crop=fixed"]).input.crop == "fixed"
+    with pytest.raises(JobError, match=r"input\.crop = 'fixed' has no effect here"):
+        job_of(path, [*of_one_view, "input.crop=fixed"])
 
 
 def test_every_setting_of_a_job_has_a_description() -> None:

@@ -40,7 +40,7 @@ from kinlens.training.bundles.graph import folded, write_onnx
 from kinlens.training.bundles.map import require_map, write_map
 from kinlens.training.bundles.precisions import Candidate, OnRefusal, accepted, open_candidates
 from kinlens.training.checkpoint import Checkpoint
-from kinlens.training.config.job import Job, parse_job
+from kinlens.training.config.job import Job, stored_job
 from kinlens.training.config.settings import ONNX, Input, Model
 from kinlens.training.data.records import LabelledImages, Split
 from kinlens.training.device import choose_device
@@ -127,7 +127,7 @@ def export_checkpoint(
     """
     make_room(out)
     split.require(checkpoint.split_sha256, "The checkpoint")
-    job = parse_job(checkpoint.job)
+    job = stored_job(checkpoint.job, "the job of the run")
     data = Measured(split, job, precisions, on_batch, on_refusal)
     spec, backbone = job.input.preprocessing(), job.model.backbone
     if trunk and checkpoint.began_with != UNTRAINED:

@@ -9,13 +9,11 @@ from typing import Any
 from kinlens.embedder.errors import JobError
 from kinlens.training.config.job import Job, load_job
 from kinlens.training.config.layers import names_of
-from kinlens.training.config.settings import BACKBONE_NAMES, ONNX
+from kinlens.training.config.settings import AUGMENTATIONS, BACKBONE_NAMES, ONNX
 from kinlens.training.parts.own import is_own
 
 _OF_STEPS = ("loss", "regularizers", "sampling", "optimizer", "model.hidden")
-_OF_VIEWS = (
-    "crop", "min_crop_area", "flip", "colour", "blur_px", "jpeg_quality", "erase", "augment",
-)  # fmt: skip
+_OF_VIEWS = ("crop", "min_crop_area", "flip", *AUGMENTATIONS)
 _TABLES = {"model", "start", "input", "sampling", "optimizer", "protocol", "runtime"}
 
 
@@ -120,6 +118,8 @@ def idle(job: Job) -> dict[str, str]:
     }
     if model.frozen_trunk and model.views == 1:
         rules |= {f"input.{name}": (True, "set model.views = 4") for name in _OF_VIEWS}
+        if job.input.aspect == "squashed":  # needs its crop, with an effect or without one
+            del rules["input.crop"]
     found = {name: cure for name, (is_dead, cure) in rules.items() if is_dead}
     for name, options in job.regularizers.wanted().items():
         if name in REGULARIZERS:

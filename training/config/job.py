@@ -308,8 +308,6 @@ def _absolute(path: str) -> str:
     return path if "$" in expanded else str(Path(expanded).expanduser().absolute())
 
 
-_ANY = object()
-
 _RETIRED: dict[str, Any] = {
     "loss.beta_per_class": False,
     "loss.farthest": 1.4,
@@ -318,10 +316,11 @@ _RETIRED: dict[str, Any] = {
     "loss.nu": 0.0,
     "loss.over_batch": "sum",
     "loss.pairs": "all",
-    "optimizer.chunk": _ANY,
-    "sampling.confused": _ANY,
 }
-"""Settings that stored jobs have and this version has not, with the value that is left."""
+"""Settings that older jobs have and this version has not, with the value that is left."""
+
+_OF_TRAINED = ("optimizer.chunk", "sampling.confused")
+"""Settings that are gone whatever their value: those of a trained network no longer matter."""
 
 
 def parse_job(
@@ -341,14 +340,24 @@ def parse_job(
         raise JobError(f"{origin} is not a valid job: {lines}") from error
 
 
-def _without_retired(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def stored_job(content: Mapping[str, Any], origin: str) -> Job:
+    """The job of a run or a bundle, also of an older version. Raises: JobError."""
+    return parse_job(_without(content, lambda name, _: name in _OF_TRAINED), origin)
+
+
+def _without_retired(content: Mapping[str, Any]) -> dict[str, Any]:
     """`content` without settings that it has only because an older version wrote them."""
+    return _without(content, lambda name, value: name in _RETIRED and _RETIRED[name] == value)
+
+
+def _without(
+    content: Mapping[str, Any], is_gone: Callable[[str, Any], bool], prefix: str = ""
+) -> dict[str, Any]:
     found = {}
     for key, value in content.items():
-        name = prefix + key
-        if name not in _RETIRED or _RETIRED[name] not in (_ANY, value):
+        if not is_gone(name := prefix + key, value):
             is_table = isinstance(value, Mapping)
-            found[key] = _without_retired(value, f"{name}.") if is_table else value
+            found[key] = _without(value, is_gone, f"{name}.") if is_table else value
     return found
 
 

@@ -231,6 +231,9 @@ class Input(Section):
         )
 
 
+AUGMENTATIONS = ("augment", "colour", "blur_px", "jpeg_quality", "erase")
+"""The settings of `Input` by which a random view differs from its crop; by default none does."""
+
 Rate = Annotated[float, Field(ge=0)] | Annotated[str, Field(pattern=r"^x\d+(\.\d+)?$")]
 """A learning rate, or "x100" for 100 times `lr_trunk`."""
 

@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 from kinlens.embedder.errors import DatasetError
 from kinlens.embedder.machine import cache_folder
 from kinlens.embedder.preprocess import preprocess, to_chw
-from kinlens.training.config.settings import TIMM, Input, Runtime
+from kinlens.training.config.settings import AUGMENTATIONS, TIMM, Input, Runtime
 from kinlens.training.data.images import (
     AT_ONCE,
     ImageFiles,
@@ -40,8 +40,7 @@ Computed = Callable[[int, int], None]
 """Called with the number of available features and the total."""
 
 _LARGEST = 2 * 10**9  # bytes of the file: 400,000 views of MobileNetV2
-_AUGMENTATIONS = ("augment", "colour", "blur_px", "jpeg_quality", "erase")
-_DEFAULTS = {name: Input.model_fields[name].default for name in _AUGMENTATIONS}
+_DEFAULTS = {name: Input.model_fields[name].default for name in AUGMENTATIONS}
 _FORMAT = "2"  # increase it when features of the same image and trunk change
 
 
@@ -136,7 +135,7 @@ def pooled_views(
     Raises: DatasetError naming an image that cannot be read.
     """
     store = store or FeatureStore(cache_folder() / "features.sqlite")
-    plain = spec.model_copy(update={name: _DEFAULTS[name] for name in _AUGMENTATIONS})
+    plain = spec.model_copy(update={name: _DEFAULTS[name] for name in AUGMENTATIONS})
     served, varied = _digest(net, plain), _digest(net, spec)
     contents = [content_digest(images.root / path) for path in images.paths]
     wanted = [(number, view) for number in range(len(images)) for view in range(views)]
@@ -188,7 +187,7 @@ def _digest(net: EmbeddingNet, spec: Input) -> bytes:
     """Digest of all that determines a feature except the image."""
     trunk = f"{net.backbone} {version('timm')}" if net.backbone.startswith(TIMM) else net.backbone
     # Without augmentations the keys are those of version 0.2.
-    off = {name for name in _AUGMENTATIONS if getattr(spec, name) == _DEFAULTS[name]}
+    off = {name for name in AUGMENTATIONS if getattr(spec, name) == _DEFAULTS[name]}
     given = spec.model_dump_json(exclude=off)
     settings = f"{_FORMAT} {trunk} {net.pool.kind} {given}"
     if spec.augment is not None:

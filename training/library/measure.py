@@ -163,13 +163,13 @@ def export(
     require_run(run)
     from kinlens.training.bundles.bundle import export_checkpoint, images_to_embed
     from kinlens.training.checkpoint import load_chosen
-    from kinlens.training.config.job import parse_job
+    from kinlens.training.config.job import stored_job
     from kinlens.training.parts.own import forget_files
     from kinlens.training.runner import seen_in
 
     forget_files()
     checkpoint = load_chosen(run)
-    job = with_settings(parse_job(checkpoint.job), settings, ("data.",))
+    job = with_settings(stored_job(checkpoint.job, f"the job of {run}"), settings, ("data.",))
     split = load_images(job, expected=checkpoint.split_sha256)
     with progress_bar(images_to_embed(split), "check recall", "images") as advance:
         return export_checkpoint(
@@ -191,7 +191,7 @@ def _of_bundle(source: Path, precision: str, engine: str) -> "Model":
     from kinlens.embedder.engines.models import SessionSettings
     from kinlens.embedder.manifest import AskedEngine, AskedPrecision
     from kinlens.embedder.session import OnnxEmbedder
-    from kinlens.training.config.job import parse_job
+    from kinlens.training.config.job import stored_job
 
     asked: dict[str, Any] = {"precision": precision, "engine": engine}
     for kind, (name, value) in zip((AskedPrecision, AskedEngine), asked.items(), strict=True):
@@ -199,7 +199,7 @@ def _of_bundle(source: Path, precision: str, engine: str) -> "Model":
             raise JobError(f"--{name} {value} is not one of {', '.join(get_args(kind))}.")
     bundle = Bundle.open(source)
     manifest = bundle.manifest
-    job = parse_job(manifest.job) if manifest.job else None
+    job = stored_job(manifest.job, f"the job of {source}") if manifest.job else None
     opened = OnnxEmbedder.open(bundle, SessionSettings(**asked))
     if precision != "fp32" or engine != "auto":
         note(f"in {opened.mode}: {opened.precision_reason}")

@@ -14,7 +14,7 @@ from torch import nn
 
 from kinlens.embedder.bundle import MANIFEST, WEIGHTS, Bundle
 from kinlens.embedder.errors import CheckpointError, JobError
-from kinlens.training.config.job import Job, expand_path, parse_job
+from kinlens.training.config.job import Job, expand_path, stored_job
 from kinlens.training.config.settings import ONNX, TIMM, Model, Pooling
 from kinlens.training.models.backbones import (
     BATCH_NORMS,
@@ -61,7 +61,7 @@ def start_from_bundle(job: Job, path: Path) -> EmbeddingNet:
             'convolutions. Set model.batch_norm to "frozen", "statistics" or "folded", '
             "or export the bundle with --keep-weights."
         )
-    made_by = parse_job(bundle.manifest.job, f"the job of {path}") if bundle.manifest.job else None
+    made_by = stored_job(bundle.manifest.job, f"the job of {path}") if bundle.manifest.job else None
     _require_fit(job, bundle, made_by)
     if job.model.backbone == ONNX:
         if made_by is not None:

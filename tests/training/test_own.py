@@ -265,6 +265,20 @@ def test_a_tracked_run_ends_with_its_training_also_if_that_is_stopped(
     tracked.wandb.init.return_value.finish.assert_called_once_with(exit_code=1)
 
 
+def test_a_tracker_that_fails_keeps_neither_its_error_back_nor_the_others_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job, tracked = small_job(tmp_path / "products", regularized=False), mock.Mock()
+    for name in ("mlflow", "wandb"):
+        monkeypatch.setitem(sys.modules, name, getattr(tracked, name))
+    tracked.mlflow.log_metrics.side_effect = OSError("the server is gone")
+    tracked.mlflow.end_run.side_effect = OSError("still gone")
+    with pytest.raises(OSError, match="the server is gone"):
+        fit(job, out=tmp_path / "a", callbacks=[MlflowCallback(), WandbCallback()])
+    tracked.wandb.init.return_value.finish.assert_called_once_with(exit_code=1)
+    assert "MlflowCallback could not end its run: still gone" in capsys.readouterr().err
+
+
 class Bare(nn.Module):
     """Has no constructor of its own."""
 

@@ -220,9 +220,18 @@ class Callbacks(Callback):
     """Several callbacks as one, called in their order."""
 
     def __init__(self, every: Sequence[Any]) -> None:
-        for name in (name for name in vars(Callback) if not name.startswith("_")):
+        self._every = every
+        for name in (name for name in vars(Callback) if name[0] != "_" and name != "stopped"):
             called = [getattr(one, name) for one in every if hasattr(one, name)]
             setattr(self, name, lambda *given, called=called: [each(*given) for each in called])
+
+    def stopped(self) -> None:
+        """An error of one is a message: it neither hides why the training ended nor ends others."""
+        for one in (one for one in self._every if hasattr(one, "stopped")):
+            try:
+                one.stopped()
+            except Exception as error:
+                note(f"{type(one).__name__} could not end its run: {error}")
 
 
 class MlflowCallback(Callback):

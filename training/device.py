@@ -20,12 +20,17 @@ Batch = tuple[Tensor, Tensor]
 
 def choose_device(runtime: Runtime) -> torch.device:
     """The device of the job. Raises: TrainingError if CUDA is requested and absent."""
-    available = torch.cuda.is_available()
-    if runtime.device == "cuda" and not available:
+    found = on_gpu(runtime)
+    if runtime.device == "cuda" and not found:
         raise TrainingError(
             'runtime.device = "cuda", but torch sees no GPU. Check the driver, or set it to "auto".'
         )
-    return torch.device("cuda" if available and runtime.device != "cpu" else "cpu")
+    return torch.device("cuda" if found else "cpu")
+
+
+def on_gpu(runtime: Runtime) -> bool:
+    """Whether the job has a GPU here, and wants it."""
+    return runtime.device != "cpu" and torch.cuda.is_available()
 
 
 def autocast(runtime: Runtime, device: torch.device) -> torch.autocast:

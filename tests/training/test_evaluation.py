@@ -8,11 +8,14 @@ import pytest
 import torch
 
 from kinlens.embedder.errors import DatasetError, EvaluationError
-from kinlens.training.evaluation.evaluate import evaluate_embeddings
+from kinlens.training.config.settings import Runtime
+from kinlens.training.data.load import load_split
+from kinlens.training.evaluation.evaluate import embed_with, evaluate_embeddings
 from kinlens.training.evaluation.retrieval import GAIN, gain, retrieval
 from kinlens.training.evaluation.structure import agreement, clustering, structure
 from kinlens.training.report.plane import positions
 from kinlens.training.studies.tables import paired_difference
+from tests.training.jobs import small_job
 
 KS = (1, 2, 4, 8, 10_000)
 SCORES = "kinlens.training.evaluation.retrieval.SCORES"
@@ -264,3 +267,22 @@ def test_queries_without_an_answer_and_comparisons_without_a_pair_have_no_gain()
     found = gain(before, after, np.array([0, 0, 1, 2]))
     assert found == pytest.approx(gain(before[[0, 1, 3]], after[[0, 1, 3]], np.array([0, 0, 2])))
     assert gain(None, after, np.arange(4)) == gain(before, after, np.zeros(4, int)) == {}
+
+
+@pytest.mark.parametrize(("device", "sizes"), [("cpu", [16, 16, 4]), ("auto", [36])])
+def test_images_are_embedded_in_batches_that_suit_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, sizes: list[int]
+) -> None:
+    job = small_job(tmp_path / "products")
+    images = load_split(job.data.model_copy(update={"views": 12})).train
+    found = []
+
+    def embed(batch: np.ndarray) -> np.ndarray:
+        found.append(len(batch))
+        return batch.reshape(len(batch), -1)[:, :2].astype(np.float32)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    runtime = Runtime(workers=0, device=device)
+    vectors = embed_with({"": embed}, images, job.input.preprocessing(), runtime)[""]
+    assert len(vectors) == len(images)
+    assert found == sizes

@@ -22,10 +22,10 @@ from kinlens.embedder.machine import cache_folder
 from kinlens.embedder.preprocess import preprocess, to_chw
 from kinlens.training.config.settings import AUGMENTATIONS, TIMM, Input, Runtime
 from kinlens.training.data.images import (
-    AT_ONCE,
     ImageFiles,
     Index,
     Item,
+    at_once,
     batches,
     build_loader,
     random_view,
@@ -148,13 +148,14 @@ def pooled_views(
     found = store.get([*keys.values()])
     missing = [index for index in wanted if keys[index] not in found]
     device = device_of(net.trunk)
+    size = at_once(runtime)
     dataset = _Views(images, spec, contents)
     with evaluating(net), torch.inference_mode():
         for of_training in (False, True):  # the two have different sizes
             part = [index for index in missing if (index[1] > 0) == of_training]
             if not part:  # start no processes without work
                 continue
-            order = [part[start : start + AT_ONCE] for start in range(0, len(part), AT_ONCE)]
+            order = [part[start : start + size] for start in range(0, len(part), size)]
             loader = build_loader(dataset, cast(Any, order), runtime, device, 0, local_world())
             for indices, (pixels, _) in zip(order, batches(loader), strict=True):
                 vectors = net.pooled(pixels.to(device)).float().cpu().numpy()

@@ -30,16 +30,12 @@ from kinlens.embedder.preprocess import (
 )
 from kinlens.training.config.settings import Input, Runtime
 from kinlens.training.data.records import LabelledImages
+from kinlens.training.device import on_gpu
 from kinlens.training.parts.own import own_part
 
 Item = tuple[Tensor, Tensor]
 Index = tuple[int, int, int]
 """(epoch, image, view): `view` is 0 at the first use of an image in an epoch, then 1, 2, ..."""
-
-AT_ONCE = 16
-"""Images that are embedded together. A process reads them all before the network begins, so more of
-them would let it wait longer.
-"""
 
 _ATTEMPTS = 10
 _LOG_RATIO = math.log(4 / 3)
@@ -173,7 +169,7 @@ def build_loader(
     generator of its own: otherwise each pass would draw from the global one, which losses also use.
     `processes` train together on this machine and share its cores.
     """
-    workers, on_gpu = worker_count(runtime, device, processes), device.type == "cuda"
+    workers = worker_count(runtime, device, processes)
     order = None if isinstance(batches, int) else batches
     return DataLoader(
         dataset,
@@ -182,9 +178,17 @@ def build_loader(
         num_workers=workers,
         prefetch_factor=2 if workers else None,
         persistent_workers=order is not None and workers > 0,
-        pin_memory=on_gpu,
+        pin_memory=device.type == "cuda",
         generator=torch.Generator().manual_seed(seed),
     )
+
+
+def at_once(runtime: Runtime) -> int:
+    """Number of images that a network embeds together.
+
+    A process reads them all before the network begins, so on a CPU more would let it wait longer.
+    """
+    return 64 if on_gpu(runtime) else 16
 
 
 def worker_count(runtime: Runtime, device: torch.device, processes: int) -> int:

@@ -14,7 +14,7 @@ from kinlens.embedder.types import Embed, Embeddings
 from kinlens.training.config.job import Job
 from kinlens.training.config.settings import Runtime
 from kinlens.training.data.features import Computed, pooled_views
-from kinlens.training.data.images import AT_ONCE, EvaluationImages, batches, build_loader
+from kinlens.training.data.images import EvaluationImages, at_once, batches, build_loader
 from kinlens.training.data.records import LabelledImages, labels_in
 from kinlens.training.device import choose_device
 from kinlens.training.distributed import (
@@ -138,7 +138,7 @@ def embed_with(
     spec: Preprocessing,
     runtime: Runtime,
     on_batch: OnBatch | None = None,
-    batch_size: int = AT_ONCE,
+    batch_size: int | None = None,
     device: torch.device = _CPU,
 ) -> dict[str, Embeddings]:
     """The result of each function for all images (N, ...), preprocessed as in the service.
@@ -148,7 +148,8 @@ def embed_with(
     """
     mine = np.array_split(np.arange(len(images)), world())[rank()]
     dataset = Subset(EvaluationImages(images, spec), mine.tolist())
-    loader = build_loader(dataset, batch_size, runtime, device, 0, local_world())
+    size = batch_size or at_once(runtime)
+    loader = build_loader(dataset, size, runtime, device, 0, local_world())
     chunks: dict[str, list[Embeddings]] = {name: [] for name in functions}
     for batch, _ in batches(loader):
         for name, function in functions.items():

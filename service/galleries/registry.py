@@ -252,8 +252,8 @@ class Registry:
         served: the galleries by name, in the order of the service. Requests must use `lease`.
         failures: the galleries that could not be opened.
         read_from_disk: reads a gallery, by default the first, from the disk after this call, and
-            serves it if it was changed or made, or not if it was deleted. Its arguments are a limit
-            in seconds, after which it raises DeadlineExceededError, and the name.
+            serves it if it was changed or made, or not if it was deleted. Its arguments are those
+            of `Reloads.read`.
     """
 
     def __init__(
@@ -261,7 +261,7 @@ class Registry:
         models: Models,
         order: Callable[[str], tuple[int, str]],
         failures: "Failures",
-        read_from_disk: Callable[[float, str | None], Awaitable[None]],
+        read_from_disk: Callable[..., Awaitable[None]],
     ) -> None:
         self.failures = failures
         self.read_from_disk = read_from_disk
@@ -363,7 +363,7 @@ class Registry:
         """
         if name is not None and name not in self.served and CALLER.get().permits(name):
             with contextlib.suppress(DeadlineExceededError):  # which is reported
-                await self.read_from_disk(LOCATION_S, name)
+                await self.read_from_disk(LOCATION_S, name, is_guess=True)
 
     def _get(self, name: str | None) -> Served:
         if name is None:

@@ -147,18 +147,26 @@ class Reloads:
         await in_thread(self._models.close)
         await in_thread(self._join)
 
-    async def read(self, limit_s: float, name: str | None = None) -> None:
+    async def read(
+        self, limit_s: float, name: str | None = None, *, is_guess: bool = False
+    ) -> None:
         """Read a gallery, by default the first, from the disk after this call, and serve it if it
         was changed or made, or not if it was deleted.
 
+        Args:
+            limit_s: how long this waits.
+            name: the name of the gallery.
+            is_guess: whether a client may have made up the name. While the disk hangs, only a few
+                such names are read, so that they do not pile up.
+
         Raises: DeadlineExceededError after `limit_s`.
         """
-        location = self._locations.find(name or next(iter(self.registry.served), ""))
-        # While the disk hangs, names that clients make up do not pile up.
-        unknown = self._reading.keys() - self._listed
-        if location is None or (
-            location.name not in self._listed and len(unknown) >= _UNKNOWN_AT_ONCE
-        ):
+        if is_guess and len(self._reading.keys() - self._listed) >= _UNKNOWN_AT_ONCE:
+            return
+        if name is None:
+            name = next(iter(self.registry.served), "")
+        location = self._locations.find(name)
+        if location is None:
             return
         async with within(limit_s, "Reading the gallery from the disk", _CONTINUES):
             if location.name in self._reading:  # it may have begun before this call

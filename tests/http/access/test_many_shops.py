@@ -536,9 +536,9 @@ def test_no_name_outside_the_binding_is_searched_on_disk(market, bound, monkeypa
     looked: list[str | None] = []
     look = registry.read_from_disk
 
-    async def seen(limit_s: float = 2.0, name: str | None = None) -> None:
+    async def seen(limit_s: float, name: str, **more: Any) -> None:
         looked.append(name)
-        await look(limit_s, name)
+        await look(limit_s, name, **more)
 
     monkeypatch.setattr(registry, "read_from_disk", seen)
     for headers in (bound, {}):

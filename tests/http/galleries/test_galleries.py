@@ -1,6 +1,7 @@
 """Galleries: created, described, filled, deleted; their precisions, their GPU; and refusals."""
 
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from kinlens.embedder.fake import FakeEmbedder
 from kinlens.indexer.gallery import Gallery
 from kinlens.indexer.ingest.build import build_gallery
 from kinlens.indexer.ingest.sources import folder_source
+from kinlens.service.galleries.locations import GalleryLocation, Locations
+from kinlens.service.galleries.registry import Registry
 from kinlens.service.runtime import Runtime
 from kinlens.service.settings import Settings
 from tests.embedder.bundles import write_full_bundle
@@ -34,6 +37,38 @@ def made(folder: Path, bundle: Bundle, precision: str) -> str:
     facts = {"bundle_id": bundle.bundle_id, "dim": bundle.manifest.dim, "precision": precision}
     Gallery.create(folder / precision, name=precision, **facts).close()
     return f"{precision}={folder / precision}"
+
+
+def test_a_gallery_is_made_while_made_up_names_wait_for_the_disk(
+    tmp_path, closes, monkeypatch, data
+) -> None:
+    shop = closes(start_shop(tmp_path / "state"))
+    answers, read = threading.Event(), Locations.read
+    asked: set[str] = set()
+
+    def slowly(self: Locations, location: GalleryLocation) -> GalleryLocation:
+        if location.name.startswith("made-up"):
+            answers.wait()
+        return read(self, location)
+
+    async def find(self: Registry, name: str | None) -> None:
+        asked.add(str(name))
+        await look(self, name)
+
+    look = Registry.refresh_if_unknown
+    monkeypatch.setattr(Locations, "read", slowly)
+    monkeypatch.setattr(Registry, "refresh_if_unknown", find)
+    with ThreadPoolExecutor(17) as clients:
+        guesses = [f"made-up-{number}" for number in range(16)]
+        searches = [clients.submit(shop.running.search, data[0], gallery=one) for one in guesses]
+        try:
+            until(lambda: asked >= {*guesses})
+            made = clients.submit(shop.client.post, "/galleries", json={"name": "new"})
+            wait([made], 0.5)
+        finally:
+            answers.set()
+        assert made.result().status_code == 201, made.result().text
+    assert {search.result().status_code for search in searches} == {404}
 
 
 FACTS = (

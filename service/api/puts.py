@@ -178,14 +178,14 @@ def _new_item(
     """
     key, data, vector, fault = item.key, b"", b"", None
     try:
-        if attributes_text is not None:
-            item.attributes = _attributes_in(attributes_text, key)
         if (item.data is None) == (item.vector is None):
             raise InvalidParameterError("The item needs either data or vector; send one of them.")
         if item.data is not None:
             data = base64_content(item.data)
         else:
             vector = vector_content(item.vector)
+        if attributes_text is not None:
+            item.attributes = _attributes_in(attributes_text, key)
         if key is None and product is None:
             raise InvalidParameterError("The item has no key; send a key, or a product for all.")
     except InvalidParameterError as error:

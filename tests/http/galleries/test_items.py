@@ -211,6 +211,14 @@ def test_a_key_and_a_text_are_one_in_both_unicode_forms(shop, data) -> None:
     assert shop.remove(f"{decomposed}/1") == 1
 
 
+def test_an_item_with_wrong_attributes_is_named_by_its_product_and_image(shop, data) -> None:
+    parts = [("image", ("x.png", one)) for one in data[:2]] + [("product", (None, "mug"))]
+    parts += [("attributes", (None, text)) for text in ('{"bad', "{}")]
+    wrong, _ = shop.client.put(f"{shop.url}/items", files=parts).json()["items"]
+    assert (wrong["status"], wrong["key"]) == ("failed", f"mug/{sha256(data[0])[:16]}")
+    assert "attributes" in wrong["problem"]["detail"]
+
+
 def test_an_invalid_item_fails_alone_with_its_reason(shop, data) -> None:
     answer = shop.put_form({"good": data[0], "bad": b"no image", "empty": b"", "fine": data[1]})
     content = answer.json()

@@ -30,10 +30,8 @@ EXTRAS = cpu training otel milvus open-clip openvino parquet heif ray hub mcp la
 COMMA := ,
 LISTED = $(subst $() ,$(COMMA),$(EXTRAS))
 
-# The collection compiles what tests import, which each process of `make test` would do at once.
 $(VENV)/.dev: $(VENV)/.uv pyproject.toml constraints.txt
 	$(PIP) --quiet --group dev --group milvus-server --editable '.[$(LISTED)]'
-	-@$(BIN)/pytest --collect-only -q >/dev/null
 	@touch $(VENV)/.training $@
 
 install: $(VENV)/.training  ## Install everything that a user needs into .venv

@@ -374,7 +374,7 @@ def parsed(model: type[Parsed], request: Request, body: bytes, kind: str) -> Par
     Raises: HTTPException (400), RequestValidationError, KinlensError.
     """
     images: Sequence[bytes] = [body]
-    pairs = request.query_params.multi_items() if request.scope["query_string"] else []
+    pairs = request.query_params.multi_items()
     if kind == FORM:
         images, fields = read_form(request, body)
         pairs += fields
@@ -488,7 +488,7 @@ def _check(what: str, count: int, limit: int) -> None:
 
 
 def _response(answer: Answer, runtime: Runtime, like: str = "") -> Response:
-    stages = ", ".join([f"{stage};dur={ms}" for stage, ms in answer.timings().items()])
+    stages = ", ".join([f"{stage};dur={ms}" for stage, ms in answer.timings.items()])
     headers = {**NO_STORE, "X-Kinlens-Bundle": answer.bundle_id, "Server-Timing": stages}
     return Response(answer.encoded(runtime.feedback, like), headers=headers, media_type=JSON)
 

@@ -326,10 +326,8 @@ class Model:
             decode_ms = (time.perf_counter() - started) * 1e3
             with span("embed"):
                 found = self._batcher.embed(pixels)
-        vectors = found
-        if len(orders) > 1:
-            vectors = np.empty_like(found)
-            vectors[[position for order in orders for position in order]] = found
+        vectors = np.empty_like(found)
+        vectors[[position for order in orders for position in order]] = found
         total_ms = (time.perf_counter() - started) * 1e3
         decode_ms = min(decode_ms, total_ms)  # several images are decoded at the same time
         if is_cached:

@@ -468,8 +468,7 @@ def _vectors_in(content: Pixels | bytes, count: int, dim: int) -> tuple[Embeddin
     """Unit vectors (count, dim) and milliseconds in a reply. Raises: ValueError."""
     numbers = np.frombuffer(content, np.float32)
     vectors, decode_ms = numbers[:-1].reshape(count, dim), float(numbers[-1])
-    squares = (vectors[:, np.newaxis] @ vectors[:, :, np.newaxis]).ravel().tolist()
-    if not all(abs(square - 1.0) < _OFF_UNIT for square in squares):
+    if not (abs((vectors**2).sum(axis=1) - 1.0) < _OFF_UNIT).all():
         raise ValueError
     return vectors, decode_ms if 0 <= decode_ms < math.inf else 0.0
 

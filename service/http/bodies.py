@@ -298,8 +298,6 @@ def _has_body(scope: Scope) -> bool:
 def _coding(scope: Scope) -> str:
     """The Content-Encoding of a body; empty if it is sent as it is."""
     sent = b",".join([value for name, value in scope["headers"] if name == b"content-encoding"])
-    if not sent:
-        return ""
     words = map(str.strip, sent.decode("latin-1").lower().split(","))
     return ", ".join(filter(None, ({"identity": "", "x-gzip": "gzip"}.get(w, w) for w in words)))
 

@@ -334,10 +334,7 @@ class Compression:
     """gzip for answers of texts above 4 KiB; images are compressed already."""
 
     def __init__(self, app: ASGIApp) -> None:
-        # The default list of types is longer, and is read again for each request.
-        self._app = GZipMiddleware(
-            app, minimum_size=4 * 2**10, compresslevel=3, exclude_content_types=("image/*",)
-        )
+        self._app = GZipMiddleware(app, minimum_size=4 * 2**10, compresslevel=3)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":

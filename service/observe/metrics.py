@@ -43,7 +43,6 @@ PROBES = frozenset({"/live", "/ready", "/startup", "/metrics"})
 _EXPORT_S = 5.0
 _NOTHING = contextlib.nullcontext()
 _tracer = get_tracer("kinlens")  # uses the provider of the process once it is set
-_has_traces = False  # to look for the current span takes as long as to read a cache
 
 
 class Described(NamedTuple):
@@ -259,9 +258,7 @@ def open_tracing(endpoint: str | None, version: str) -> Tracing:
     )
     provider.add_span_processor(_without_queries())
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(url, timeout=_EXPORT_S)))
-    global _has_traces
     set_tracer_provider(provider)
-    _has_traces = True
     return Tracing(provider)
 
 
@@ -273,21 +270,23 @@ def trace_fields() -> dict[str, str]:
 
 def span(name: str) -> contextlib.AbstractContextManager[object]:
     """A span for a stage of the current request; does nothing without a trace."""
-    return _span(name) if _has_traces else _NOTHING
+    return _span(name) if _is_traced() else _NOTHING
 
 
 def record_wait(name: str, waited_s: float) -> None:
     """Record a span that ends now, for the time that the current request has waited."""
-    if _has_traces and get_current_span().get_span_context().is_valid:
+    if _is_traced():
         now_ns = time.time_ns()
         _tracer.start_span(name, start_time=now_ns - int(waited_s * 1e9)).end(now_ns)
 
 
+def _is_traced() -> bool:
+    """Whether the current request has a trace."""
+    return get_current_span().get_span_context().is_valid
+
+
 @contextlib.contextmanager
 def _span(name: str) -> Iterator[None]:
-    if not get_current_span().get_span_context().is_valid:
-        yield
-        return
     # Error messages can contain client data, so only the class is recorded.
     with _tracer.start_as_current_span(
         name, record_exception=False, set_status_on_exception=False

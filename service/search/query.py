@@ -163,7 +163,7 @@ def _plain(number: float | None) -> float | None:
     return None if number is None else float(number) + 0.0  # turns -0.0 into 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Answer:
     """`results` is a JSON object; the other fields identify what produced it."""
 
@@ -175,6 +175,7 @@ class Answer:
     cached: bool
     stages: Stages
 
+    @cached_property
     def timings(self) -> dict[str, float]:
         """The milliseconds of each stage."""
         return {name: round(getattr(self.stages, name), 3) for name in _STAGES}
@@ -194,7 +195,7 @@ class Answer:
                 "offset": self.query.offset,
                 "cached": self.cached,
                 "min_score": self.query.min_score,
-                "timings_ms": self.timings(),
+                "timings_ms": self.timings,
                 **({"no_probabilities": WORDS_NOT_CALIBRATED} if self.query.texts else {}),
                 **({} if feedback is None else {"answer_id": self._id(feedback, like)}),
             }

@@ -324,6 +324,28 @@ def test_tracing_is_not_loaded_when_off_and_survives_a_missing_collector() -> No
     assert lines[-1] == "closed"
 
 
+HOST = """
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from kinlens.service.observe.metrics import record_wait, span
+spans = InMemorySpanExporter()
+provider = TracerProvider()
+provider.add_span_processor(SimpleSpanProcessor(spans))
+trace.set_tracer_provider(provider)
+with span("untraced"), trace.get_tracer("host").start_as_current_span("request"):
+    with span("decode"):
+        pass
+    record_wait("queue", 0.1)
+print([one.name for one in spans.get_finished_spans()])
+"""
+
+
+def test_stages_are_spans_of_the_trace_of_a_host() -> None:
+    assert run(HOST).stdout.splitlines() == ["['decode', 'queue', 'request']"]
+
+
 def test_without_the_extra_the_start_names_the_package(monkeypatch, tmp_path) -> None:
     missing = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
     monkeypatch.setitem(sys.modules, missing, None)

@@ -4,7 +4,8 @@ from urllib.error import URLError
 import pytest
 import torch
 from pydantic import ValidationError
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 import kinlens.training.models.backbones as backbones
 from kinlens.embedder.errors import CheckpointError
@@ -120,15 +121,45 @@ class NormFirst(nn.Sequential):
         super().__init__(nn.BatchNorm2d(3), nn.Conv2d(3, 8, 3))
 
 
-def test_an_export_folds_a_copy_and_leaves_a_network_that_cannot_be_folded() -> None:
+class NormByHand(nn.Module):
+    """A trunk that reads its batch norm and does not call it."""
+
+    channels = 8
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3)
+        self.bn = nn.BatchNorm2d(8)
+
+    def forward(self, images: Tensor) -> Tensor:
+        bn = self.bn
+        assert bn.running_mean is not None
+        y = self.conv(images)
+        return F.batch_norm(y, bn.running_mean, bn.running_var, bn.weight, bn.bias)
+
+
+class Uncopied(NormByHand):
+    """A trunk that cannot be copied."""
+
+    def __deepcopy__(self, _: object) -> "Uncopied":
+        raise TypeError("cannot pickle a lock")
+
+
+@pytest.mark.parametrize("trunk", [NormFirst, NormByHand, Uncopied])
+def test_an_export_takes_a_network_that_cannot_be_folded_as_it_is(trunk: type[nn.Module]) -> None:
+    name = f"tests.training.test_models:{trunk.__name__}"
+    net = EmbeddingNet(Model(backbone=name, weights="none", dim=8), trunk=trunk()).eval()
+    before = net(images(2, 64))
+    assert folded(net, 64) is net
+    assert torch.equal(net(images(2, 64)), before)
+
+
+def test_an_export_folds_a_copy_of_a_network() -> None:
     net = EmbeddingNet(Model(weights="none", dim=8)).eval()
     copied, noise = folded(net, 64), images(2, 64)
     kinds = [[type(module) for module in one.trunk.modules()] for one in (net, copied)]
     assert [nn.BatchNorm2d in of for of in kinds] == [True, False]
     torch.testing.assert_close(copied(noise), net(noise), rtol=0, atol=1e-5)
-    model = Model(backbone="tests.training.test_models:NormFirst", weights="none", dim=8)
-    other = EmbeddingNet(model, trunk=NormFirst()).eval()
-    assert folded(other, 64) is other
 
 
 @pytest.mark.parametrize("exponent", [-2.0, 0.0, 1.0, 3.0, 1e4])

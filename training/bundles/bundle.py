@@ -244,7 +244,8 @@ def _export(
         require_map(net, manifest.preprocessing)
     # Next to the bundle there must be space for it; a /tmp in memory may have none.
     with staged(out.parent) as folder:
-        trial = _trial(net, manifest, folder)
+        written = folded(net, manifest.preprocessing.crop_px)
+        trial = _trial(net, written, manifest, folder)
         inputs = trial.golden_inputs()
         fp32 = OnnxEmbedder.open(trial, SessionSettings(threads=core_count()))
         golden = fp32.embed(inputs)
@@ -253,7 +254,9 @@ def _export(
         candidates: list[Candidate] = []
         if data is not None:
             assert isinstance(net, EmbeddingNet)  # as all that have data or a map
-            candidates = data.accepted(open_candidates(net, data.asked, trial, data.split.train))
+            assert isinstance(written, EmbeddingNet)
+            found = open_candidates(written, data.asked, trial, data.split.train)
+            candidates = data.accepted(found)
             vectors = _embedded(data, manifest.preprocessing, net, fp32.embed, candidates)
             figures = _figures(parity, data, vectors, candidates)
             candidates = data.accepted(candidates)
@@ -267,9 +270,9 @@ def _export(
         }
         files = {model_name(x.mode.precision): x.model for x in candidates if x.model}
         if with_map:
-            assert isinstance(net, EmbeddingNet)
+            assert isinstance(written, EmbeddingNet)
             files[MAP] = folder / MAP
-            figures["map"] = write_map(net, manifest.preprocessing, inputs, golden, files[MAP])
+            figures["map"] = write_map(written, manifest.preprocessing, inputs, golden, files[MAP])
         if keep_weights:
             files[WEIGHTS] = folder / WEIGHTS
             write_weights(net, files[WEIGHTS])
@@ -286,10 +289,10 @@ def _export(
         )
 
 
-def _trial(net: nn.Module, manifest: BundleManifest, folder: Path) -> Bundle:
-    """A provisional bundle with the golden vectors of torch, to be measured."""
+def _trial(net: nn.Module, written: nn.Module, manifest: BundleManifest, folder: Path) -> Bundle:
+    """A provisional bundle of `written` with the golden vectors of `net`, to be measured."""
     spec = manifest.preprocessing
-    write_onnx(folded(net, spec.crop_px), spec.crop_px, folder / "model.onnx")
+    write_onnx(written, spec.crop_px, folder / "model.onnx")
     images = golden_images(spec)
     inputs = golden_inputs(images, spec)
     golden = torch_embed(net, inputs)

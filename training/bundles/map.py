@@ -18,7 +18,7 @@ from kinlens.embedder.errors import ExportError
 from kinlens.embedder.machine import core_count
 from kinlens.embedder.manifest import FP32, MapFile, Preprocessing
 from kinlens.embedder.types import Embeddings, Images, Maps
-from kinlens.training.bundles.graph import folded, write_onnx
+from kinlens.training.bundles.graph import write_onnx
 from kinlens.training.models.embedding import (
     MIN_ACTIVATION,
     MIN_EXPONENT,
@@ -175,7 +175,7 @@ def write_map(
     net: EmbeddingNet, spec: Preprocessing, inputs: Images, embeddings: Embeddings, path: Path
 ) -> MapFile:
     """Write the map of `net` as ONNX, checked on golden tensors. Raises: ExportError."""
-    map_net = EmbeddingMap(folded(net, spec.crop_px)).eval()
+    map_net = EmbeddingMap(net).eval()
     write_onnx(map_net, spec.crop_px, path, "map")
     by_onnx = load(path, SessionSettings(threads=core_count()), FP32).run
     return check_map(partial(torch_embed, map_net), by_onnx, inputs, embeddings)

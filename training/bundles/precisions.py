@@ -25,7 +25,7 @@ from kinlens.embedder.manifest import Comparison, Engine, FilePrecision, HeldOut
 from kinlens.embedder.preprocess import ImageLimits
 from kinlens.embedder.session import OnnxEmbedder
 from kinlens.embedder.types import Embeddings, Images
-from kinlens.training.bundles.graph import folded, write_onnx
+from kinlens.training.bundles.graph import write_onnx
 from kinlens.training.bundles.int8 import quantize_int8, range_images
 from kinlens.training.data.records import LabelledImages
 from kinlens.training.data.samplers import times_before
@@ -180,7 +180,7 @@ def make_file(
                 "An imported network has no fp16 version. Export it in fp32 or int8, or import a "
                 "file in float16."
             )
-        half = with_half_trunk(folded(net, spec.crop_px))
+        half = with_half_trunk(net)
         try:
             write_onnx(half, spec.crop_px, path)
         except Exception as error:  # the exporter has many, and fp32 should still be written

@@ -1,6 +1,8 @@
 """Thread pools for blocking work, and sharing of identical work between callers.
 
-Queues are bounded, and a hanging call does not delay the exit of the process.
+Queues are bounded, and a hanging call does not delay the exit of the process. The traceback of an
+error keeps each frame that it passed, so these drop their future: what a call held, such as a
+photo, is freed with its error, and not only by the next garbage collection.
 """
 
 import asyncio
@@ -12,7 +14,6 @@ import threading
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from concurrent import futures
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -35,14 +36,16 @@ def begin_in_thread(work: Callable[[], T]) -> Future[T]:
     future: Future[T] = Future()
     context = contextvars.copy_context()
 
-    def run() -> None:
+    def run(future: Future[T]) -> None:
         try:
             future.set_result(context.run(work))
         except BaseException as error:
             future.set_exception(error)
+        finally:
+            del future
 
     future.set_running_or_notify_cancel()  # so a cancelled caller does not cancel the thread
-    threading.Thread(target=run, name="kinlens-call", daemon=True).start()
+    threading.Thread(target=run, args=(future,), name="kinlens-call", daemon=True).start()
     return future
 
 
@@ -53,32 +56,7 @@ async def in_thread(work: Callable[[], T], limit_s: float | None = None) -> T:
     Raises: TimeoutError after `limit_s` seconds, if not None; the call continues.
     """
     async with asyncio.timeout(limit_s):
-        return await outcome_of(begin_in_thread(work))
-
-
-async def outcome_of(future: Future[T]) -> T:
-    """The result of work in a thread, which is cancelled with the caller if it has not started.
-
-    It takes a third of the steps of `asyncio.wrap_future`.
-
-    Raises: any error of the work.
-    """
-    loop = asyncio.get_running_loop()
-    ended = asyncio.Event()
-
-    def wake(_: Future[T]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(ended.set)
-
-    future.add_done_callback(wake)
-    try:
-        await ended.wait()
-        return future.result()
-    except asyncio.CancelledError:
-        future.cancel()
-        raise
-    except futures.CancelledError:  # the pool was closed
-        raise asyncio.CancelledError from None
+        return await asyncio.wrap_future(begin_in_thread(work))
 
 
 class DaemonThreads:
@@ -163,6 +141,8 @@ class DaemonThreads:
         except TimeoutError:
             future.cancel()
             raise
+        finally:
+            del future
 
     def close(self) -> None:
         """Cancel queued calls, and wait up to a second for running ones."""
@@ -209,7 +189,7 @@ class DaemonThreads:
             except BaseException as error:
                 future.set_exception(error)
             finally:
-                del future, work  # otherwise the traceback of an error would keep them alive
+                del future, work
         with self._lock:
             del self._running[own]
             if own not in self._threads and self._idle:  # calls may have waited for this subject
@@ -320,7 +300,10 @@ class BoundedPool:
             end()
             raise
         future.add_done_callback(end)
-        return await outcome_of(future)
+        try:
+            return await asyncio.wrap_future(future)
+        finally:
+            del future
 
     @contextlib.contextmanager
     def permit(self) -> Iterator[None]:
@@ -424,6 +407,8 @@ class SearchThreads(BoundedPool):
                 except BaseException as error:
                     result.set_exception(error)
                     deque(rest, maxlen=0)  # skip the others, whose results are not needed
+                finally:
+                    del value, result
 
         helpers = [
             self._helpers.submit(run) for _ in range(min(len(values) - 1, self._helper_count))
@@ -431,7 +416,10 @@ class SearchThreads(BoundedPool):
         run()
         for helper in helpers:
             helper.cancel()
-        return [result.result() for result in results]
+        try:
+            return list(map(Future.result, results))
+        finally:
+            results.clear()
 
     def close(self) -> None:
         """Cancel queued calls; hanging ones end with the process."""
@@ -465,7 +453,10 @@ class KeyedThreads:
                 run = functools.partial(contextvars.Context().run, work)
                 future = self._running[key] = begin_in_thread(run)
                 future.add_done_callback(lambda _: self._running.pop(key, None))
-            return await asyncio.shield(asyncio.wrap_future(future))
+            try:
+                return await asyncio.shield(asyncio.wrap_future(future))
+            finally:
+                del future
 
 
 @dataclass(slots=True)
@@ -486,8 +477,8 @@ class SingleFlight(Generic[T]):
         if flight is None:
             # All callers share the result, whatever the key of the first one permits.
             task = asyncio.create_task(start(), context=contextvars.Context())
-            flight = _Flight(task)
-            self._flights[key] = flight
+            flight = self._flights[key] = _Flight(task)
+            del task
         flight.waiters += 1
         try:
             return await asyncio.shield(flight.task)
@@ -497,6 +488,7 @@ class SingleFlight(Generic[T]):
                 flight.task.cancel()
                 if self._flights.get(key) is flight:
                     del self._flights[key]
+            del flight
 
 
 class Recent(Generic[T]):

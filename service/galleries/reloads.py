@@ -37,7 +37,6 @@ from kinlens.service.concurrency import (
     KeyedThreads,
     begin_in_thread,
     in_thread,
-    outcome_of,
     too_late,
     within,
 )
@@ -429,7 +428,7 @@ class Reloads:
     async def _call(self, name: str, work: Callable[[], T]) -> T:
         """Call `work` in a thread; one at a time for each gallery, and for all unknown names."""
         subject = name if name in self._listed else ""
-        return await outcome_of(self._openers.submit(work, subject=subject))
+        return await asyncio.wrap_future(self._openers.submit(work, subject=subject))
 
 
 def probe(gallery: Opened, model: Model) -> tuple[str, bool]:

@@ -1,11 +1,14 @@
 """Many clients at once: some of them fail, leave or overload; the others get right answers."""
 
+import asyncio
 import contextlib
+import gc
 import itertools
 import os
 import signal
 import socket
 import threading
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -15,8 +18,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kinlens.embedder.errors import BundleMismatchError, DeadlineExceededError
+from kinlens.embedder.errors import (
+    BundleMismatchError,
+    DeadlineExceededError,
+    UnsupportedFormatError,
+)
 from kinlens.indexer.types import SearchOptions
+from kinlens.service.concurrency import (
+    DaemonThreads,
+    KeyedThreads,
+    SearchThreads,
+    SingleFlight,
+    in_thread,
+)
 from tests.support.seams import Batcher, LruCache
 from tests.support.servers import (
     DEFAULTS,
@@ -322,3 +336,47 @@ def test_the_local_cache_evicts_the_least_recently_used() -> None:
             kept[key] = bytes(size)
         while len(kept) > 5 or sum(map(len, (*kept, *kept.values()))) > 200:
             del kept[next(iter(kept))]
+
+
+WAYS = ("pool", "each", "thread", "keyed", "shared", "call")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_a_failed_call_held_is_freed_without_a_garbage_collection(way: str) -> None:
+    class Photo:
+        """Unlike bytes it can be watched."""
+
+    alive: list[weakref.ref[Photo]] = []
+
+    async def fail() -> None:
+        threads, photo = SearchThreads(2, 8), Photo()
+        alive.append(weakref.ref(photo))
+
+        def work(_: object = None) -> None:
+            assert photo
+            raise UnsupportedFormatError("no image")
+
+        match way:
+            case "pool":
+                await threads.run(work)
+            case "each":
+                await threads.run(lambda: threads.each(work, "ab"))
+            case "thread":
+                await in_thread(work)
+            case "keyed":
+                await KeyedThreads(1).run("key", work, 5.0)
+            case "shared":
+                await SingleFlight[None]().run("key", lambda: threads.run(work))
+            case "call":
+                DaemonThreads("test", 1).call(work, 5.0)
+
+    async def call() -> None:
+        with pytest.raises(UnsupportedFormatError):
+            await fail()
+        await asyncio.to_thread(until, lambda: alive[0]() is None)
+
+    gc.disable()
+    try:
+        asyncio.run(call())
+    finally:
+        gc.enable()

@@ -1,5 +1,6 @@
 """Jobs small enough for a test: rendered products at 32 px, a network of 4 convolutions."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +43,10 @@ def small_job(
     )
 
 
-def calibrated_weights(path: Path) -> Path:
-    """Write weights of the tiny trunk, random but with batch statistics of rendered products."""
+def calibrated_weights(path: Path, build: Callable[[], nn.Module] = TinyNet) -> Path:
+    """Write weights of a network, random but with batch statistics of rendered products."""
     torch.manual_seed(0)
-    network = TinyNet().train()
+    network = build().train()
     for module in network.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.momentum = None

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kinlens.embedder.errors import JobError
 from kinlens.training.checkpoint import load_checkpoint
@@ -15,7 +15,7 @@ from kinlens.training.data.load import load_split
 from kinlens.training.models.backbones import build_trunk, stages_of
 from kinlens.training.state import create_run, parameter_groups
 from kinlens.training.trainer import fit
-from tests.training.jobs import Silent, Stopping, small_job, step_job
+from tests.training.jobs import Silent, Stopping, calibrated_weights, small_job, step_job
 
 RESNET = "timm:test_resnet"
 
@@ -51,7 +51,8 @@ def model(**settings: Any) -> dict[str, Any]:
 def test_frozen_stages_and_their_statistics_stay_and_the_others_learn(
     tmp_path: Path, batch_norm: str
 ) -> None:
-    job = changed(tmp_path, frozen_stages=2, batch_norm=batch_norm)
+    path = calibrated_weights(tmp_path / "weights.pth", lambda: build_trunk(RESNET, "none").network)
+    job = changed(tmp_path, frozen_stages=2, batch_norm=batch_norm, weights=str(path))
     torch.manual_seed(job.seed)
     before = create_run(job, 3).net
     after = trained(job, tmp_path)
@@ -65,6 +66,8 @@ def test_frozen_stages_and_their_statistics_stay_and_the_others_learn(
     }
     assert {x for x in before.trunk.state_dict() if x.rpartition(".")[0] in layers} <= same
     assert any("running_mean" in name for name in same) == (batch_norm == "train")
+    shifts = [getattr(x, "bias", None) for x in before.trunk.modules() if isinstance(x, nn.Conv2d)]
+    assert any(x is not None and x.any() for x in shifts) == (batch_norm == "folded")
     learns = {name for name, x in before.trunk.named_parameters() if x.requires_grad}
     assert learns
     assert not learns & (names | same)

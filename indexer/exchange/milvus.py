@@ -50,7 +50,7 @@ from kinlens.indexer.exchange.milvus_collection import (
     content_of,
     entry_of,
     item_of,
-    listed,
+    lengths_in,
     lookups,
     row_of,
 )
@@ -408,15 +408,17 @@ class MilvusStore(VectorStore):
     def _checked_types(
         self, now: Collection, given: Mapping[str, Mapping[str, AttributeValue]]
     ) -> tuple[Schema, set[str]]:
-        """The types of all attributes after items with these keys get these attributes, and those
-        of which some get several values.
+        """The types of all attributes after items with these keys get these attributes, and the
+        `lengths_in` these.
 
-        Raises: InvalidParameterError for a value of another type than an item has.
+        Raises: InvalidParameterError for a value of another type than an item has, and too many.
         """
         types = AttributeTypes(now.kinds, self.has_attribute)
+        lengths = set[str]()
         for key, attributes in given.items():
             types.check(key, attributes)
-        return types.types, set().union(*map(listed, given.values()))
+            lengths |= lengths_in(key, attributes)
+        return types.types, lengths
 
     def _now(self) -> Collection:
         """The current generation. Raises: BundleMismatchError if it has another bundle."""

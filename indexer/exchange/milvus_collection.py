@@ -1,8 +1,8 @@
 """A Milvus collection with one generation of a gallery.
 
 The key of an item is the primary key, so every write is an upsert. The collection's properties
-store the facts of the gallery, the type of each attribute and whether an item may have several
-values of it, and a mark that every change replaces.
+store the facts of the gallery, the type of each attribute and how many values of it an item may
+have, and a mark that every change replaces.
 """
 
 import contextlib
@@ -43,6 +43,11 @@ from kinlens.values import AttributeValue, plain_attributes
 
 MAX_HITS = 16_384
 """The maximum number of hits per query on Milvus."""
+
+MAX_LIST = 32
+"""The maximum number of values of an attribute. A range compares each in turn: with 32, a search
+takes four times as long; with 1,000, longer than a request may.
+"""
 
 ID_LIMIT = 2**53
 """Upper bound of item ids. JSON and JavaScript represent integers up to here exactly."""
@@ -146,7 +151,7 @@ class Collection:
 
     Attributes:
         kinds: the type of each attribute.
-        several: the attributes of which an item has, or had, several values.
+        several: the most values that an item has, or had, of each attribute with lists.
         consistency: the consistency level of reads.
     """
 
@@ -154,7 +159,7 @@ class Collection:
     collection: str
     facts: MilvusFacts
     kinds: Schema
-    several: frozenset[str]
+    several: Mapping[str, int]
     version: str
     consistency: str
 
@@ -172,8 +177,9 @@ class Collection:
                 "import the gallery again."
             ) from exc
         kinds = {n.removeprefix(_KIND): k for n, k in properties.items() if n.startswith(_KIND)}
-        # An attribute that got another type since then had no items in between.
-        several = frozenset(n for n, k in kinds.items() if properties.get(_SEVERAL + n) == k)
+        several = _several_of(
+            n.removeprefix(_SEVERAL) for n in properties if n.startswith(_SEVERAL)
+        )
         state = f"{collection} {properties.get(_CHANGE)}"
         version = hashlib.sha256(state.encode()).hexdigest()
         return cls(connection, collection, facts, kinds, several, version, consistency)
@@ -318,14 +324,16 @@ class Collection:
                         raise
                     time.sleep(_PAUSE_S)
 
-    def learn(self, kinds: Schema, several: Iterable[str]) -> None:
-        """Store new attributes and changed types, and of which attributes there are lists."""
-        new = {_KIND + name: kind for name, kind in kinds.items() if self.kinds.get(name) != kind}
-        # Of its own property, so that another writer of the same new attribute does not undo it.
+    def learn(self, kinds: Schema, lengths: Iterable[str]) -> None:
+        """Store new attributes and changed types, and the `lengths_in` items."""
+        new: dict[str, str] = {
+            _KIND + name: kind for name, kind in kinds.items() if self.kinds.get(name) != kind
+        }
+        # A property for each number, so that writers at the same time do not undo the greater one.
         new |= {
-            _SEVERAL + name: kinds[name]
-            for name in several
-            if name not in self.several or _KIND + name in new
+            f"{_SEVERAL}{most} {name}": ""
+            for name, most in _several_of(lengths).items()
+            if most > self.several.get(name, 0)
         }
         if new:
             self._alter(new)
@@ -452,9 +460,29 @@ def attributes_of(row: Row) -> dict[str, AttributeValue]:
     return dict(plain_attributes(row["attributes"]))
 
 
-def listed(attributes: Mapping[str, AttributeValue]) -> set[str]:
-    """The attributes with several values."""
-    return {name for name, value in attributes.items() if isinstance(value, tuple)}
+def lengths_in(key: str, attributes: Mapping[str, AttributeValue]) -> set[str]:
+    """How many values attributes with several have, as in "8 sizes". Numbers are rounded up to a
+    power of two, so that there are few.
+
+    Raises: InvalidParameterError for more than `MAX_LIST` values.
+    """
+    lists = {name: value for name, value in attributes.items() if isinstance(value, tuple)}
+    for name, value in lists.items():
+        if len(value) > MAX_LIST:
+            raise InvalidParameterError(
+                f"Attribute {name!r} of {key!r:.200} has {len(value):,} values; the limit on "
+                f"Milvus is {MAX_LIST}. Give fewer, or import the gallery into a folder."
+            )
+    return {f"{1 << (len(value) - 1).bit_length()} {name}" for name, value in lists.items()}
+
+
+def _several_of(lengths: Iterable[str]) -> dict[str, int]:
+    """The greatest number of values of each attribute in texts of `lengths_in`."""
+    several: dict[str, int] = {}
+    for length in lengths:
+        most, _, name = length.partition(" ")
+        several[name] = max(several.get(name, 0), int(most))
+    return several
 
 
 def item_of(row: Row) -> Item:

@@ -2,11 +2,11 @@
 
 A comparison with a missing attribute is false in Milvus 2.3, and null in later versions, which
 `not` does not change. So what is negated also asks whether the attribute exists. A comparison with
-a list is false, so the elements of lists are looked up as well.
+a list is false or null as well, so the elements of lists are compared one by one.
 """
 
 import json
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kinlens.embedder.errors import FilterError
@@ -33,14 +33,14 @@ _WHOLE = 2**53  # below, a float64 represents every integer exactly
 _Part = tuple[str, int]  # an expression and its depth
 
 
-def expression(where: Filter, several: Collection[str] = (), *, has_in: bool = True) -> str:
+def expression(where: Filter, several: Mapping[str, int], *, has_in: bool = True) -> str:
     """The filter as a Milvus expression.
 
     Args:
-        several: the attributes of which some items have several values.
+        several: the most values of an item, of each attribute of which some items have several.
         has_in: whether the server compares an attribute with many values at once.
 
-    Raises: FilterError if it is nested too deeply, or compares several values by order or prefix.
+    Raises: FilterError if it is nested too deeply, or Milvus cannot compare with its prefix.
     """
     text, levels = _Writer(several, has_in).part(where)
     if levels > MAX_LEVELS:
@@ -60,7 +60,7 @@ def one_of(field: str, values: Iterable[str | int]) -> str:
 class _Writer:
     """Writes the parts of a filter. In a negation, each comparison is either true or false."""
 
-    several: Collection[str]
+    several: Mapping[str, int]
     has_in: bool
     is_negated: bool = False
 
@@ -79,21 +79,21 @@ class _Writer:
         return (f"((exists {_field(where.name)}) and {text})" if self.is_negated else text), levels
 
     def _compared(self, where: Equals | In | Range | StartsWith) -> _Part:
-        field = _field(where.name)
+        field, most = _field(where.name), self.several.get(where.name, 0)
         if isinstance(where, Equals | In):
             values = where.values if isinstance(where, In) else (where.value,)
-            listed = _having(field, values) if where.name in self.several else []
+            listed = _having(field, values) if most else []
             return _joined([*self._equal(field, values), *listed], "or")
-        if where.name in self.several:
-            raise FilterError(
-                f"Items have, or had, several values of {where.name!r}. On Milvus it is then "
-                "compared with =, != and in, not by order or prefix. Use one of these, or import "
-                "the gallery into a folder."
-            )
-        if isinstance(where, StartsWith):
-            return _prefix(where), 1
-        limits = [(f"{field} {SIGNS[n]} {literal(value)}", 1) for n, value in where.limits]
-        return _joined(limits, "and")
+        if not most:
+            return _ordered(field, where)
+        elements = [f"{field}[{place}]" for place in range(most)]
+        listed = [self._if(f"exists {one}", _ordered(one, where)) for one in elements]
+        single = self._if(f"not (exists {elements[0]})", _ordered(field, where))
+        return _joined([single, *listed], "or")
+
+    def _if(self, condition: str, part: _Part) -> _Part:
+        """In a negation, the part is false where the condition is, and not null."""
+        return _joined([(condition, 1), part], "and") if self.is_negated else part
 
     def _equal(self, field: str, values: Sequence[Scalar]) -> list[_Part]:
         texts = list(map(literal, values))
@@ -117,13 +117,17 @@ def _of_one_type(texts: Sequence[str]) -> list[str]:
     return [", ".join(part) for part in (whole, others) if part]
 
 
-def _prefix(where: StartsWith) -> str:
+def _ordered(field: str, where: Range | StartsWith) -> _Part:
+    """Compare one value with a range or a prefix."""
+    if isinstance(where, Range):
+        limits = [(f"{field} {SIGNS[n]} {literal(value)}", 1) for n, value in where.limits]
+        return _joined(limits, "and")
     if any(sign in where.start for sign in "%_\\"):
         raise FilterError(
             f"{where.name!r} starts with {where.start!r:.80}: on Milvus a prefix must not contain "
             "%, _ or a backslash. Use a shorter prefix."
         )
-    return f"{_field(where.name)} like {literal(where.start + '%')}"
+    return f"{field} like {literal(where.start + '%')}", 1
 
 
 def literal(value: Scalar) -> str:

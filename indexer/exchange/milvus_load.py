@@ -28,7 +28,7 @@ from kinlens.indexer.exchange.milvus_collection import (
     FreeIds,
     MilvusFacts,
     batches,
-    listed,
+    lengths_in,
     row_of,
 )
 from kinlens.indexer.exchange.milvus_index import (
@@ -152,14 +152,14 @@ def _load(
 
     Raises: InvalidParameterError for an invalid entry or a repeated key; EngineUnavailableError.
     """
-    types, several = AttributeTypes({}), set[str]()
+    types, lengths = AttributeTypes({}), set[str]()
     excluded = frozenset() if held_out is None else held_out.keys
     keys, numbers = [np.empty(0, np.int64)], [np.empty(0, np.int64)]  # by page
     for page in batches(entries, made.page_rows):
         vectors = checked_vectors(page, made.facts.dim)
         for entry in page:
             types.check(entry.key, entry.attributes)
-            several |= listed(entry.attributes)
+            lengths |= lengths_in(entry.key, entry.attributes)
         own = [n for n, entry in enumerate(page) if entry.key not in excluded]
         if held_out is not None:
             held_out.see(vectors[own])
@@ -171,7 +171,7 @@ def _load(
         on_progress(len(page))
     if len(_repeated(keys)):
         raise InvalidParameterError("A key occurs twice. Give each item its own key.")
-    made.learn(types.types, several)
+    made.learn(types.types, lengths)
     return sum(map(len, keys)), _repeated(numbers)
 
 

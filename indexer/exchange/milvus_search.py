@@ -50,7 +50,7 @@ class MilvusSearch:
 
     def outside(self, row: int, values: Sequence[Scalar], n: int) -> Pool:
         # No condition finds lists with a value that is not among these, so all lists are kept.
-        single = replace(self._now, several=frozenset())
+        single = replace(self._now, several={})
         group = single.condition(Not(In(self._by, tuple(values)))) if values else ""
         return self._best([row], n, group, exact=True)[0]
 

@@ -1,5 +1,6 @@
 """What all tests share: a tiny model bundle, and where real data may lie."""
 
+import contextlib
 import functools
 import gc
 import os
@@ -95,13 +96,17 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_exports() -> Iterator[None]:
-    """Each export parses all functions that torch has for ONNX, which takes half a second."""
+    """Each export parses all functions that torch has for ONNX, which takes half a second.
+
+    The names are private to torch. Where it has others, exports only take longer.
+    """
     with pytest.MonkeyPatch.context() as patch:
         if "torch" in sys.modules:
-            from torch.onnx._internal.exporter import _registration
+            with contextlib.suppress(ImportError, AttributeError):
+                from torch.onnx._internal.exporter import _registration
 
-            functions = functools.cache(_registration.onnxscript_apis.get_torchlib_ops)
-            patch.setattr(_registration.onnxscript_apis, "get_torchlib_ops", functions)
+                functions = functools.cache(_registration.onnxscript_apis.get_torchlib_ops)
+                patch.setattr(_registration.onnxscript_apis, "get_torchlib_ops", functions)
         yield
 
 
@@ -109,6 +114,8 @@ def quick_exports() -> Iterator[None]:
 def quick_tools() -> Iterator[None]:
     """Each HTTP client reads all certificates of the machine, and each call of a command builds the
     whole program, which takes longer than most tests.
+
+    The names are private to httpx and typer. Where they have others, tests only take longer.
     """
     named = "SSL_CERT_FILE", "SSL_CERT_DIR"
     made = functools.cache(lambda _, **given: create_ssl_context(**given))
@@ -116,8 +123,10 @@ def quick_tools() -> Iterator[None]:
         patch.setattr(
             "httpx._transports.default.create_ssl_context",
             lambda **given: made(tuple(map(os.environ.get, named)), **given),
+            raising=False,
         )
-        patch.setattr("typer.testing._get_command", functools.cache(get_command))
+        build = functools.cache(get_command)
+        patch.setattr("typer.testing._get_command", build, raising=False)
         yield
 
 

@@ -94,6 +94,7 @@ VIEWS = ["items", "add", "duplicates", "status", "golden", "jobs", "galleries", 
 @pytest.mark.parametrize(
     ("scope", "limits", "hidden"),
     [
+        ("write", {}, "duplicates jobs galleries keys audit"),
         ("write", {"galleries": ("shop",)}, "duplicates jobs galleries keys audit"),
         ("admin", {"galleries": ("shop",)}, "keys audit"),
         (

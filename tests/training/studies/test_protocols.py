@@ -80,7 +80,7 @@ def test_too_few_classes_or_images_are_refused_with_what_would_do() -> None:
         ({"protocol": HELD_OUT, "runtime": {"eval_every_epochs": 0}}, "compares epochs"),
         ({"start": {"proxies": "class_means"}, "loss": {"name": "triplet"}}, "has no proxies"),
         ({"start": {"projection": "trunk"}, "model": {"dim": None}}, r"set model\.dim"),
-        ({"model": {"frozen_trunk": True, "dim": None}}, "needs a projection; set dim"),
+        ({"model": {"frozen_trunk": True, "dim": None}}, "need a projection; set dim"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(

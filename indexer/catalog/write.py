@@ -145,12 +145,15 @@ class CatalogWriter(CatalogView):
                 for key, change in changes.items()
             }
         )
-        differ = 0
+        became: dict[ItemId, Attributes] = {}
         for key, change in changes.items():
             item = items[key]
-            merged = {**item.attributes, **change}
-            attributes = {name: value for name, value in merged.items() if value is not None}
-            self._check_within(key, attributes)
+            merged = {**became.get(item.id, item.attributes), **change}
+            became[item.id] = {name: value for name, value in merged.items() if value is not None}
+        differ = 0
+        for item in {item.id: item for item in items.values()}.values():
+            attributes = became[item.id]
+            self._check_within(item.key, attributes)
             if attributes != item.attributes:
                 self._learn(types)
                 self._set(item, attributes, item.path, item.format)

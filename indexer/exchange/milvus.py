@@ -269,13 +269,16 @@ class MilvusStore(VectorStore):
         learnt = self._checked_types(now, given)
         rows = now.strong().known([*changes], ENTRY)
         now.learn(*learnt)
-        changed = []
-        for key, row in zip(changes, rows, strict=True):
-            before = attributes_of(row)
+        became: dict[str, dict[str, AttributeValue]] = {}
+        for key, row in zip(changes, rows, strict=True):  # two keys may be spellings of one
+            before = became.get(row["key"], attributes_of(row))
             kept = {name: value for name, value in before.items() if name not in changes[key]}
-            attributes = kept | given[key]
-            if attributes != before:
-                changed.append({**row, "attributes": attributes})
+            became[row["key"]] = kept | given[key]
+        changed = [
+            {**row, "attributes": became[row["key"]]}
+            for row in {row["key"]: row for row in rows}.values()
+            if became[row["key"]] != attributes_of(row)
+        ]
         now.upsert(changed)
         if changed:
             now.mark()

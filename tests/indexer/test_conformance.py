@@ -964,6 +964,15 @@ def test_several_values_are_stored_filtered_counted_and_grouped(store: VectorSto
     check_lists(store, [e for e in current if e.key not in gone], 3)
 
 
+def test_changes_by_two_spellings_of_a_key_are_both_made(store: VectorStore) -> None:
+    composed, decomposed = "caf\u00e9", "cafe\u0301"
+    store.add([entry(composed, QUERY[0], {"price": 1})])
+    changes: dict[str, Any] = {composed: {"price": 2, "sku": "a"}, decomposed: {"sku": "b"}}
+    assert [store.update(changes), store.update(changes)] == [1, 0]
+    [item] = store.items()
+    assert item.attributes == {"price": 2, "sku": "b"}
+
+
 def test_members_with_several_values_do_not_hide_better_ones(store: VectorStore) -> None:
     """The last item is found for its second value, before the second best of its first value."""
     axes = np.eye(DIM, dtype=np.float32)

@@ -906,7 +906,7 @@ def check_lists(store: VectorStore, entries: Sequence[Entry], seed: int) -> None
     """Filters, facets, groups and sorted pages equal a scan of each item."""
     oracle, draw, query = Oracle(store, entries), random.Random(seed), units(1, 5)
     names = [*SEVERAL][:3]
-    for _ in range(20):
+    for _ in range(8):
         where = random_filter(draw, SEVERAL, 2)
         options = SearchOptions(where=where)
         fitting = [e for _, e in oracle.ranked(query[0], options)]

@@ -42,7 +42,6 @@ lgpl-3.0 mit mpl-2.0 openrail unlicense wtfpl zlib
 """
 """Those that the Hub knows by name; others have the name `other` there."""
 _UNKNOWN = "unspecified"
-_FIRST = "R@1"
 
 
 def download(address: str) -> Path:

@@ -3,7 +3,7 @@
     look at every CURRENT ─► changed? open it ─► warm up its model ─► self-check ─► one assignment
       one thread, 1 s          a few threads         the old gallery is closed after its last lease
 
-A gallery that nobody changes costs one `stat` a second and no thread.
+A gallery that nobody changes costs two `stat` a second and no thread.
 """
 
 import asyncio
